@@ -1,0 +1,5 @@
+"""`python -m hotset` is `hotset`."""
+
+from hotset.cli.main import main
+
+main()

@@ -1,0 +1,1 @@
+"""Online adaptation: the hotness tracker and the rebalancer."""

@@ -1,0 +1,1 @@
+"""Host expert kernels, compiled on first use for this CPU."""

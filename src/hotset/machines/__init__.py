@@ -1,0 +1,1 @@
+"""Machines: presets, measuring this one, and the cost model."""

@@ -1,0 +1,1 @@
+"""Remapping routed expert ids to arena slots, and shedding: one contract, several implementations."""

@@ -1,0 +1,1 @@
+"""Planning: strategies, budgets, bounds."""

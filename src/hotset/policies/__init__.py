@@ -1,0 +1,1 @@
+"""Cache policies behind one contract: static, LRU, LFU, EMA, look-ahead, Belady."""

@@ -1,0 +1,1 @@
+"""Tables, terminal heat maps, pictures and pages."""

@@ -1,0 +1,1 @@
+"""Running a model with its experts split between tiers."""

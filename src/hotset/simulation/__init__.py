@@ -1,0 +1,1 @@
+"""Replay of a policy over a recorded trace."""
