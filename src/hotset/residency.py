@@ -63,7 +63,8 @@ class Residency:
     def mask(self) -> NDArray[np.bool_]:
         """[L, E] True = resident now."""
         with self.lock:
-            return self._table != ABSENT
+            resident: NDArray[np.bool_] = self._table != ABSENT
+            return resident
 
     def slot(self, row: int, expert: int) -> int:
         """Slot of the expert, or -1."""

@@ -10,11 +10,11 @@ import re
 
 from hotset.errors import BudgetError
 
-_BYTE_UNITS = {
+_BYTE_UNITS: dict[str, int] = {
     "": 1,
     "B": 1,
-    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", start=1)},
-    **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", start=1)},
+    **{f"{p}B": int(1000**i) for i, p in enumerate("KMGT", start=1)},
+    **{f"{p}IB": int(1024**i) for i, p in enumerate("KMGT", start=1)},
 }
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
 

@@ -35,7 +35,7 @@ def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
 
 
 def console() -> Console:
-    """Rich console on stdout; as wide as the terminal, or 100 columns into a pipe so that output is the same anywhere."""
+    """Rich console on stdout; as wide as the terminal, or 100 columns into a pipe."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 100, highlight=False, soft_wrap=False)
