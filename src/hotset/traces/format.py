@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from hotset.core import Trace
 from hotset.errors import TraceError
 from hotset.storage import ArrayFile, read_arrays, wrap_format_errors, write_arrays
+from hotset.traces.importers import import_trace, importer_for
 
 FORMAT = "hotset-trace"
 VERSION = 1
@@ -35,8 +36,14 @@ def save_trace(trace: Trace, path: str | Path) -> None:
 
 
 def open_trace(path: str | Path) -> Trace:
-    """Map and validate the trace in a file or in a folder of shards. Raises TraceError."""
+    """Map and validate the trace in a file or in a folder of shards; a foreign file goes to its importer.
+
+    Raises TraceError.
+    """
     target = Path(path)
+    foreign = importer_for(target)
+    if foreign is not None:
+        return import_trace(target, foreign)
     if target.is_dir():
         files = sorted(target.glob(SHARD_GLOB))
         if not files:
