@@ -25,6 +25,7 @@ _PUBLIC = {
     "Move": "hotset.core",
     "Tier": "hotset.core",
     "Residency": "hotset.residency",
+    "load": "hotset.runtime.runtime",
     "HotsetError": "hotset.errors",
     "ExpertNotOnHost": "hotset.errors",
 }

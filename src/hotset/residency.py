@@ -70,6 +70,11 @@ class Residency:
         """Slot of the expert, or -1."""
         return int(self._table[row, expert])
 
+    def slots_of(self, row: int, experts: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Slot of each of the given experts of one layer, -1 = absent; same shape."""
+        slots: NDArray[np.int32] = self._table[row, experts]
+        return slots
+
     def free_slots(self, row: int) -> int:
         """Slots of the layer that hold nothing and are not claimed."""
         return len(self._free[row])

@@ -20,7 +20,7 @@ from hotset.errors import TraceError
 
 
 def read(path: Path) -> Trace:
-    """Read one archive. Raises TraceError: not an archive, an array missing, or anything `Trace.from_arrays` refuses."""
+    """Read one archive. Raises TraceError: no archive, an array missing, or what `Trace.from_arrays` refuses."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays: dict[str, NDArray[Any]] = {name: archive[name] for name in archive.files}

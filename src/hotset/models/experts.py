@@ -1,0 +1,127 @@
+"""Where the experts are in a Transformers model: the modules that use its experts interface, and how to run one.
+
+Reads the attributes that `transformers.integrations.moe.use_experts_implementation` puts on an experts module; there
+is no list of models here. Needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hotset.errors import ModelError, UnsupportedModelError
+
+ExpertsFunction = Callable[..., torch.Tensor]
+"""(module, hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]) -> [T, H]."""
+
+_INTERFACE_FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
+_LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """One MoE layer of a model: its experts module and the parameters that hold all experts side by side."""
+
+    name: str
+    """Module path, e.g. "model.layers.3.mlp.experts"."""
+    layer_id: int
+    """The model's own number of the layer."""
+    module: nn.Module
+    num_experts: int
+    parameters: Mapping[str, torch.Tensor]
+    """Parameter name -> tensor [E, ...] (on any device, meta included)."""
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Bytes of one expert: all experts of a layer have the same shapes."""
+        return sum(p.numel() * p.element_size() for p in self.parameters.values()) // self.num_experts
+
+
+def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
+    """The model's MoE layers in order. Raises UnsupportedModelError where none uses the experts interface."""
+    layers = []
+    for name, module in model.named_modules():
+        if all(hasattr(module, flag) for flag in _INTERFACE_FLAGS) and hasattr(module, "num_experts"):
+            num_experts = int(module.num_experts)
+            parameters = {
+                key: parameter
+                for key, parameter in module.named_parameters(recurse=False)
+                if parameter.ndim >= 2 and parameter.shape[0] == num_experts
+            }
+            layers.append(ExpertLayer(name, _layer_number(name), module, num_experts, parameters))
+    if not layers:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no layer that uses Transformers' experts interface: "
+            "hotset works on Mixture-of-Experts models that do (Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss, ...)"
+        )
+    if len({layer.layer_id for layer in layers}) != len(layers):
+        names = ", ".join(layer.name for layer in layers[:4])
+        raise UnsupportedModelError(f"{type(model).__name__} has several experts modules per layer ({names}, ...)")
+    if len({layer.num_experts for layer in layers}) != 1:
+        counts = sorted({layer.num_experts for layer in layers})
+        raise UnsupportedModelError(f"{type(model).__name__} has layers with different numbers of experts: {counts}")
+    return sorted(layers, key=lambda layer: layer.layer_id)
+
+
+def _layer_number(name: str) -> int:
+    numbers = _LAYER_NUMBER.findall(name + ".")
+    if not numbers:
+        raise ModelError(f"experts module {name!r} has no layer number in its name")
+    return int(numbers[-1])
+
+
+def run_expert(module: nn.Module, rows: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """One expert's output, before its gate weight: rows [n, H] -> [n, H].
+
+    weights: this expert's slice of each parameter. The same operations in the same order as the eager loops of
+    Transformers' model files, so that the bits are the same.
+    """
+    up_name = "gate_up_proj" if module.has_gate else "up_proj"
+    hidden = _project(module, rows, weights, up_name)
+    hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)  # type: ignore[operator]
+    out = _project(module, hidden, weights, "down_proj")
+    if module.has_post_expert_norm:
+        out = module.post_expert_norm(out)  # type: ignore[operator]
+    return out
+
+
+def _project(module: nn.Module, rows: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    bias = weights[f"{name}_bias"] if module.has_bias else None
+    if module.is_transposed:
+        out = rows @ weights[name]
+        return out if bias is None else out + bias
+    return nn.functional.linear(rows, weights[name], bias)
+
+
+def interface_implementation(key: str, module: nn.Module) -> ExpertsFunction:
+    """What Transformers would call on this module for the implementation named `key`."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if key == "eager":
+        eager: Any = type(module).forward
+        return eager.__wrapped__  # type: ignore[no-any-return]
+    found: ExpertsFunction = ALL_EXPERTS_FUNCTIONS[key]
+    return found
+
+
+def picks_by_expert(top_k_index: torch.Tensor, num_experts: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(expert, pick positions, token positions) of each expert picked, experts ascending.
+
+    top_k_index: [T, K] on the CPU; ids outside 0..num_experts-1 (expert-parallel sentinels) are skipped. Picks of one
+    expert come ordered by pick position, then token: the order of Transformers' eager loops.
+    """
+    flat = top_k_index.t().reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    num_tokens = top_k_index.shape[0]
+    experts, counts = torch.unique_consecutive(flat[order], return_counts=True)
+    start = 0
+    for expert, count in zip(experts.tolist(), counts.tolist(), strict=True):
+        chosen = order[start : start + count]
+        start += count
+        if 0 <= expert < num_experts:
+            yield expert, chosen // num_tokens, chosen % num_tokens

@@ -1,0 +1,234 @@
+"""From a checkpoint folder to a Transformers model whose experts hotset owns.
+
+The skeleton is built on the meta device, the experts' parameters are taken out of it, everything else is loaded by
+Transformers itself, and each expert is read on its own through Transformers' conversion mapping, so stored names and
+layouts (one tensor per expert, fused, renamed) are its business and no whole-layer tensor is made on the way.
+
+Uses three functions of Transformers that are not public (checked with 5.24): `get_model_conversion_mapping`,
+`convert_and_load_state_dict_in_model` and `PreTrainedModel._finalize_model_loading`. Knows nothing of tiers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotset.errors import CheckpointError, ModelError, UnsupportedModelError
+from hotset.models.checkpoint import Checkpoint
+from hotset.models.experts import ExpertLayer, find_expert_layers
+
+_DTYPE_NAMES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+@dataclass
+class Skeleton:
+    """A model without its experts, and where to read them."""
+
+    model: Any
+    """The Transformers model: everything but the experts loaded; the experts modules hold no expert parameters."""
+    layers: list[ExpertLayer]
+    """In row order; `parameters` are meta tensors of the shapes and dtypes that the experts will have."""
+    reader: ExpertReader
+    non_expert_bytes: int
+    """Bytes of all parameters and buffers of the model but the experts."""
+
+
+def load_skeleton(folder: Path, *, dtype: torch.dtype | str, device: torch.device) -> Skeleton:
+    """Build the model and load all but its experts onto `device`.
+
+    dtype: a torch dtype, or "auto" for that of the config (else of the checkpoint).
+    Raises UnsupportedModelError (no experts interface, quantised checkpoint), CheckpointError (tensors missing).
+    """
+    from transformers import AutoConfig, GenerationConfig
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    checkpoint = Checkpoint.open(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError, KeyError) as problem:
+        raise ModelError(f"{folder}: Transformers cannot read its config: {str(problem).splitlines()[0]}") from None
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(f"{folder}: the checkpoint is quantised, which hotset.load does not read yet")
+    wanted_dtype = _resolve_dtype(dtype, config, checkpoint)
+    model_class = _model_class(config)
+    with contextlib.ExitStack() as stack:
+        for context in model_class.get_init_context(wanted_dtype, False, False, False):
+            stack.enter_context(context)
+        model = model_class(copy.deepcopy(config))
+    layers = find_expert_layers(model)
+    if not model._can_set_experts_implementation():
+        raise UnsupportedModelError(f"{model_class.__name__} does not let its experts implementation be set")
+
+    mapping: list[Any] = get_model_conversion_mapping(model)
+    reader = ExpertReader(checkpoint, model, layers, mapping)
+    for layer in layers:
+        for name in layer.parameters:
+            delattr(layer.module, name)
+        # Transformers must not try to initialise what is not there
+        layer.module._is_hf_initialized = True  # type: ignore[assignment]
+    load_config = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(folder),
+        device_map={"": device},
+        dtype=wanted_dtype,
+        dtype_plan=model._get_dtype_plan(wanted_dtype),
+        weight_mapping=mapping,
+    )
+    info, _ = convert_and_load_state_dict_in_model(model, reader.non_expert_slices(), load_config)
+    info = model_class._finalize_model_loading(model, load_config, info)
+    missing = sorted(getattr(info, "missing_keys", ()))
+    if missing:
+        raise CheckpointError(f"{folder}: the checkpoint lacks {missing[0]!r} (and {len(missing) - 1} more tensors)")
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.eval()
+    tensors = {t.data_ptr(): t for t in [*model.parameters(), *model.buffers()]}
+    return Skeleton(model, layers, reader, sum(t.numel() * t.element_size() for t in tensors.values()))
+
+
+def _model_class(config: Any) -> Any:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if found is not None and hasattr(found, "_finalize_model_loading"):
+            return found
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    raise UnsupportedModelError(f"model type {config.model_type!r} has no causal language model in Transformers")
+
+
+def _resolve_dtype(dtype: torch.dtype | str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype != "auto":
+        found = getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise ModelError(f'dtype {dtype!r} is unknown: wanted "auto", "float32", "bfloat16" or "float16"')
+        return found
+    configured = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if isinstance(configured, torch.dtype):
+        return configured
+    stored = {entry.dtype for entry in checkpoint.tensors.values()} & _DTYPE_NAMES.keys()
+    return _DTYPE_NAMES[min(stored)] if stored else torch.float32
+
+
+@dataclass
+class _Recipe:
+    """How to make one expert parameter of one layer from stored tensors."""
+
+    converter: Any
+    """Transformers' WeightConverter, or None where the stored tensor is the parameter."""
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    """Source pattern -> stored tensor names, in the natural order of their numbers."""
+
+
+class ExpertReader:
+    """Reads single experts out of a checkpoint: `read(row, expert)`.
+
+    Each shard is opened once and read by pread, so that the page cache is not counted as this process's memory.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, model: Any, layers: list[ExpertLayer], mapping: list[Any]) -> None:
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        self.checkpoint = checkpoint
+        self._files: dict[Path, Any] = {}
+        self._layers = layers
+        self._config = model.config
+        self._recipes: list[dict[str, _Recipe]] = [{} for _ in layers]
+        self._non_expert: list[str] = []
+        targets = {f"{layer.name}.{name}": (row, name) for row, layer in enumerate(layers) for name in layer.parameters}
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        state = dict(model.state_dict())
+        for stored in sorted(checkpoint.tensors, key=dot_natural_key):
+            target, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, state)
+            if target not in targets:
+                self._non_expert.append(stored)
+                continue
+            row, name = targets[target]
+            recipe = self._recipes[row].setdefault(name, _Recipe(by_pattern[pattern] if pattern else None))
+            recipe.sources.setdefault(pattern or stored, []).append(stored)
+        self._check_complete()
+
+    def non_expert_slices(self) -> dict[str, Any]:
+        """Stored name -> lazy slice of every tensor that is no expert's."""
+        return {name: self._slice(name) for name in self._non_expert}
+
+    def read(self, row: int, expert: int) -> dict[str, torch.Tensor]:
+        """One expert's parameters [...] on the CPU, in the layout of the model's experts module, as stored in dtype.
+
+        Raises CheckpointError where the converted tensor does not have the parameter's shape.
+        """
+        layer = self._layers[row]
+        return {name: self._read_parameter(row, expert, name, layer) for name in layer.parameters}
+
+    def _read_parameter(self, row: int, expert: int, name: str, layer: ExpertLayer) -> torch.Tensor:
+        recipe = self._recipes[row][name]
+        wanted = tuple(layer.parameters[name].shape[1:])
+        pieces: dict[str, list[torch.Tensor]] = {}
+        for pattern, stored in recipe.sources.items():
+            if len(stored) == layer.num_experts:
+                pieces[pattern] = [self._slice(stored[expert])[...]]
+            else:
+                pieces[pattern] = [self._slice(stored[0])[expert : expert + 1]]
+        if recipe.converter is None:
+            (tensors,) = pieces.values()
+            made = tensors[0]
+        else:
+            converter = copy.deepcopy(recipe.converter)
+            for pattern, tensors in pieces.items():
+                for tensor in tensors:
+                    converter.add_tensor(f"{layer.name}.{name}", pattern, pattern, _Ready(tensor))
+            converted = converter.convert(f"{layer.name}.{name}", config=self._config)
+            made = next(value for key, value in converted.items() if key.endswith(name))
+            made = made[0] if isinstance(made, list) else made
+        made = made.reshape(made.shape[1:]) if made.ndim == len(wanted) + 1 and made.shape[0] == 1 else made
+        if tuple(made.shape) != wanted:
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: expert {expert} of layer {layer.layer_id}: {name} has shape "
+                f"{tuple(made.shape)} after conversion, the model wants {wanted}"
+            )
+        return made
+
+    def _check_complete(self) -> None:
+        for layer, recipes in zip(self._layers, self._recipes, strict=True):
+            for name in layer.parameters:
+                if name not in recipes:
+                    raise CheckpointError(
+                        f"{self.checkpoint.folder}: no stored tensor for {layer.name}.{name}: is it complete?"
+                    )
+                counts = {len(stored) for stored in recipes[name].sources.values()}
+                if not counts <= {1, layer.num_experts} or len(counts) != 1:
+                    raise CheckpointError(
+                        f"{self.checkpoint.folder}: layer {layer.layer_id} has {sorted(counts)} stored tensors for "
+                        f"{name}: wanted one per expert ({layer.num_experts}) or one in all"
+                    )
+
+    def _slice(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        entry = self.checkpoint.tensors[name]
+        opened = self._files.get(entry.file)
+        if opened is None:
+            opened = self._files[entry.file] = safe_open(entry.file, framework="pt", device="cpu", backend="pread")
+        return opened.get_slice(name)
+
+
+class _Ready:
+    """A tensor that a WeightConverter may call for, as it does for lazily loaded ones."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __call__(self) -> torch.Tensor:
+        return self._tensor
