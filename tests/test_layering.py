@@ -16,6 +16,7 @@ LAYERS = [
     {"errors"},
     {"units", "core"},
     {"storage"},
+    {"models"},
     {"traces", "machines", "ops", "kernels"},
     {"residency"},
     {"planning", "policies"},

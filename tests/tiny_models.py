@@ -62,6 +62,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def add_tokenizer(folder: Path, vocab_size: int = 128) -> Path:
+    """Save a tokenizer that knows the words w0, w1, ...: the text "w3 w5" is the tokens 3 and 5."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w2")
+    fast.chat_template = "{% for m in messages %}w9 {{ m['content'] }} {% endfor %}"
+    fast.save_pretrained(folder)
+    return folder
+
+
 def make_checkpoint(family: str, folder: Path, *, seed: int = 1234, **overrides: Any) -> Path:
     """Save a random float32 model of the family into `folder` and return it."""
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -65,11 +65,15 @@ def write_json(path: str | Path, value: Any) -> None:
 
 def write_arrays(path: str | Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any]) -> None:
     """Write one safetensors file, atomically. Each metadata value is stored as its JSON text."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     texts = {key: json.dumps(value, default=jsonable) for key, value in metadata.items()}
     with atomic_path(path) as temporary:
-        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary, metadata=texts)
+        try:
+            save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary, metadata=texts)
+        except SafetensorError as problem:  # its writer reports a full disk this way
+            raise FileFormatError(f"{path}: cannot be written: {problem}") from None
 
 
 @dataclass(frozen=True)
