@@ -28,6 +28,11 @@ _PUBLIC = {
     "load": "hotset.runtime.runtime",
     "HotsetError": "hotset.errors",
     "ExpertNotOnHost": "hotset.errors",
+    "plan": "hotset.planning.api",
+    "generate_gpu_experts_masks": "hotset.planning.api",
+    "plan_gpu_expert_placement": "hotset.planning.api",
+    "gpu_hit_rate": "hotset.planning.measures",
+    "token_resident_rate": "hotset.planning.measures",
 }
 _MODULES = ("ops", "errors")
 

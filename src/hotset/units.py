@@ -47,6 +47,17 @@ def parse_share(text: str | float) -> float:
     return share
 
 
+def parse_ratio(text: str | float) -> float:
+    """A share from "1/3", and everything that `parse_share` takes. Raises BudgetError."""
+    if isinstance(text, str) and text.count("/") == 1:
+        part, whole = text.split("/")
+        try:
+            text = float(part) / float(whole)
+        except (ValueError, ZeroDivisionError):
+            raise BudgetError(f"share {text!r} is not a number: write it like 1/3, 25% or 0.25") from None
+    return parse_share(text)
+
+
 def format_bytes(count: int | float) -> str:
     """ "12.3 GiB", "512 B": three significant digits, binary units."""
     value = float(count)

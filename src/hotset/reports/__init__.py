@@ -1,1 +1,1 @@
-"""Tables, terminal heat maps, pictures and pages."""
+"""What people look at: the heat map in a terminal, the HTML page, the PNG."""

@@ -1,0 +1,126 @@
+"""How a placement fares on tokens: hit rate, token-resident rate, co-activation. Blocks of bounded memory.
+
+Knows nothing of plans' budgets or objectives. A pick of -1 (padding, a token the layer did not route) counts nowhere;
+a (token, layer) pair without any pick is neither resident nor missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hotset.core import Plan, Trace
+from hotset.errors import PlanError, TraceError
+
+Traces = Trace | Sequence[Trace] | ArrayLike
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Counts over some tokens, each [L]."""
+
+    picks: NDArray[np.int64]
+    hits: NDArray[np.int64]
+    routed: NDArray[np.int64]
+    """(token, layer) pairs with at least one pick."""
+    resident: NDArray[np.int64]
+    """... all of whose picks hit."""
+
+    @property
+    def hit_rate(self) -> float:
+        return _share(self.hits, self.picks)
+
+    @property
+    def token_resident_rate(self) -> float:
+        return _share(self.resident, self.routed)
+
+    def misses_per_token(self, num_tokens: int) -> float:
+        """Misses of one token summed over the layers."""
+        return float((self.picks - self.hits).sum() / num_tokens) if num_tokens else 0.0
+
+    def score(self, hit_value: float, resident_value: float) -> float:
+        return float(hit_value * int(self.hits.sum()) + resident_value * int(self.resident.sum()))
+
+
+def gpu_hit_rate(mask: ArrayLike | Plan, traces: Traces) -> float:
+    """Share of picks whose expert is resident, over all layers and tokens.
+
+    mask: [L, E] bool, or a Plan. traces: a Trace, several, or ids [L, T, K] (torch tensors too).
+    Raises PlanError where mask and trace differ in shape, TraceError on ids that a trace would refuse.
+    """
+    return measure(mask, traces).hit_rate
+
+
+def token_resident_rate(mask: ArrayLike | Plan, traces: Traces) -> float:
+    """Share of (token, layer) pairs all of whose picks are resident: those that pay no round trip to the host.
+
+    Arguments and errors as `gpu_hit_rate`.
+    """
+    return measure(mask, traces).token_resident_rate
+
+
+def measure(mask: ArrayLike | Plan, traces: Traces) -> Measured:
+    """Picks, hits, routed and resident pairs per layer."""
+    from hotset.planning.loops import count_hits, frozen
+
+    table = as_mask(mask)
+    totals = np.zeros((4, table.shape[0]), np.int64)
+    resident = table.astype(np.uint8)
+    for trace in as_traces(traces, table.shape[1]):
+        if (trace.num_layers, trace.num_experts) != table.shape:
+            raise PlanError(
+                f"mask has shape {table.shape}, the trace {trace.num_layers} layers of {trace.num_experts} experts"
+            )
+        for shard in trace.id_shards:
+            for row in range(table.shape[0]):
+                totals[:, row] += count_hits(frozen(shard[row]), resident[row])
+    return Measured(*totals)
+
+
+def as_mask(mask: ArrayLike | Plan) -> NDArray[np.bool_]:
+    """[L, E] bool from a Plan, an array or a torch tensor. Raises PlanError."""
+    table = mask.gpu_experts_mask if isinstance(mask, Plan) else to_numpy(mask)
+    if table.ndim != 2 or table.dtype != np.bool_:
+        raise PlanError(f"mask is {table.dtype} {table.shape}: wanted bool [L, E]")
+    return np.asarray(table, np.bool_)
+
+
+def as_traces(traces: Traces, num_experts: int) -> Iterator[Trace]:
+    """Each trace of what a user passed. Raises TraceError where there is none."""
+    if isinstance(traces, Trace):
+        yield traces
+        return
+    several = list(traces) if isinstance(traces, Sequence) else []
+    if isinstance(traces, Sequence) and not several:
+        raise TraceError("no trace given: wanted at least one")
+    if several and all(isinstance(t, Trace) for t in several):
+        for trace in several:
+            assert isinstance(trace, Trace)
+            yield trace
+    else:
+        yield Trace.from_arrays(to_numpy(traces) if is_torch(traces) else traces, num_experts=num_experts)  # type: ignore[arg-type]
+
+
+def is_torch(value: Any) -> bool:
+    """Whether this is a torch tensor, without importing torch."""
+    return type(value).__module__.split(".")[0] == "torch"
+
+
+def to_numpy(value: Any) -> NDArray[Any]:
+    """A NumPy array of an array-like or of a torch tensor on any device."""
+    if is_torch(value):
+        tensor = value.detach().cpu()
+        if str(tensor.dtype) == "torch.bfloat16":
+            tensor = tensor.float()
+        array: NDArray[Any] = tensor.numpy()
+        return array
+    return np.asarray(value)
+
+
+def _share(part: NDArray[np.int64], whole: NDArray[np.int64]) -> float:
+    total = int(whole.sum())
+    return int(part.sum()) / total if total else 0.0
