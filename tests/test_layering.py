@@ -23,6 +23,7 @@ LAYERS = [
     {"adaptation"},
     {"simulation", "runtime"},
     {"reports"},
+    {"demo"},
     {"__init__"},
     {"cli", "__main__"},
 ]

@@ -26,6 +26,7 @@ _PUBLIC = {
     "Tier": "hotset.core",
     "Residency": "hotset.residency",
     "load": "hotset.runtime.runtime",
+    "record": "hotset.traces.recorder",
     "HotsetError": "hotset.errors",
     "ExpertNotOnHost": "hotset.errors",
     "plan": "hotset.planning.api",

@@ -5,9 +5,12 @@ Nothing heavy is imported here: `hotset --help` must stay quick. Commands import
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,3 +53,34 @@ def table(*columns: str, title: str | None = None) -> Table:
     for index, column in enumerate(columns):
         made.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     return made
+
+
+def stderr_console() -> Console:
+    """Rich console on stderr, for progress and summaries beside data on stdout."""
+    from rich.console import Console
+
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 100, highlight=False)
+
+
+@contextlib.contextmanager
+def loading_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr; call what it yields with (done, total)."""
+    from rich.progress import Progress
+
+    with Progress(console=stderr_console(), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def quiet_transformers() -> None:
+    """Keep Transformers' own progress bars and advice off the terminal; its errors still come through."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        from transformers.utils import logging as transformers_logging
+    except ImportError:
+        from hotset.errors import MissingDependencyError
+
+        raise MissingDependencyError("transformers", "hf", "running a model") from None
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

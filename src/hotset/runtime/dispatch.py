@@ -56,6 +56,13 @@ class LayerDispatch:
     def _on_one_device(self, hidden: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         store, row, module = self.runtime.store, self.row, self.module
         out = torch.zeros_like(hidden)
+        if len(hidden) == 1:  # decoding one sequence: nothing to gather, and half of the time would go into doing so
+            picks = sorted((expert, at) for at, expert in enumerate(ids[0].tolist()))
+            for expert, at in picks:
+                if 0 <= expert < self.runtime.num_experts:
+                    weights, _ = store.weights(row, expert)
+                    out += (run_expert(module, hidden, weights) * gate[:, at, None]).to(out.dtype)
+            return out
         for expert, positions, tokens in picks_by_expert(ids, self.runtime.num_experts):
             weights, _ = store.weights(row, expert)
             part = run_expert(module, hidden[tokens], weights) * gate[tokens, positions, None]

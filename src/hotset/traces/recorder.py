@@ -54,6 +54,8 @@ class Generation:
 class Progress:
     """How far a recording is."""
 
+    documents: int
+    """Documents begun."""
     sequences: int
     tokens: int
     seconds: float
@@ -111,7 +113,8 @@ def record(
             for batch in _batched(session.windows(documents, max_tokens), batch_size):
                 session.run(batch, writer)
                 if progress is not None:
-                    progress(Progress(writer.num_sequences, writer.num_tokens, time.perf_counter() - started))
+                    seconds = time.perf_counter() - started
+                    progress(Progress(batch[-1].document + 1, writer.num_sequences, writer.num_tokens, seconds))
     if writer.num_sequences == 0:
         raise TraceError("nothing recorded: the documents hold no token")
     return Trace.open(output)
@@ -207,6 +210,7 @@ def _recording_forward(
 
 @dataclass(frozen=True)
 class _Window:
+    document: int
     source: str
     tokens: list[int]
 
@@ -235,13 +239,13 @@ class _Session:
             torch.manual_seed(generation.seed)
 
     def windows(self, documents: Iterable[Document], max_tokens: int) -> Iterator[_Window]:
-        for document in documents:
+        for index, document in enumerate(documents):
             tokens = self._tokens(document)
             if self.generation is not None:
-                yield _Window(document.source, tokens[-max_tokens:])
+                yield _Window(index, document.source, tokens[-max_tokens:])
             else:
                 for start in range(0, len(tokens), max_tokens):
-                    yield _Window(document.source, tokens[start : start + max_tokens])
+                    yield _Window(index, document.source, tokens[start : start + max_tokens])
 
     def _tokens(self, document: Document) -> list[int]:
         if document.messages is None:

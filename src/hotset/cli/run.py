@@ -1,0 +1,67 @@
+"""`hotset run MODEL --plan PLAN --prompt ...`: stream text from a model whose experts are split between tiers."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from hotset.cli.common import JSON_HELP, loading_bar, print_json, quiet_transformers, stderr_console
+
+
+def register(app: typer.Typer) -> None:
+    @app.command()
+    def run(
+        model: str = typer.Argument(help="Model folder, or a hub name like owner/model."),
+        plan: Path = typer.Option(None, help="Plan to run by; without one all experts stay in host memory."),
+        prompt: list[str] = typer.Option(..., help="Text to continue; may be given several times."),
+        max_new_tokens: int = typer.Option(128, help="Most tokens to decode."),
+        temperature: float = typer.Option(None, help="Sample at this temperature instead of greedily."),
+        top_p: float = typer.Option(1.0, help="With --temperature: nucleus to sample from."),
+        seed: int = typer.Option(0, help="With --temperature: seed."),
+        chat: bool = typer.Option(False, "--chat", help="Wrap each prompt in the model's chat template."),
+        device: str = typer.Option("auto", help="auto, cuda or cpu (then the arena is a second one in host memory)."),
+        dtype: str = typer.Option("auto", help="auto (as the checkpoint says), float32, bfloat16 or float16."),
+        as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+    ) -> None:
+        """Run a model by a plan: text on stdout as it is decoded, a summary on stderr."""
+        quiet_transformers()
+        import hotset
+        from hotset.models.checkpoint import resolve_model_folder
+        from hotset.reports.run import print_run
+        from hotset.runtime.generation import generate_text, load_tokenizer
+
+        folder = resolve_model_folder(model)
+        tokenizer = load_tokenizer(folder)
+        with loading_bar("loading experts") as progress:
+            loaded = hotset.load(folder, plan=plan, device=device, dtype=dtype, progress=progress)
+        answers = []
+        for text in prompt:
+            if not as_json:
+                print(text, end="", flush=True)
+            answers.append(
+                generate_text(
+                    loaded,
+                    tokenizer,
+                    text,
+                    max_new_tokens=max_new_tokens,
+                    temperature=temperature,
+                    top_p=top_p,
+                    seed=seed,
+                    chat=chat,
+                    on_text=None if as_json else _write,
+                )
+            )
+            if not as_json:
+                print(flush=True)
+        if as_json:
+            print_json({"answers": [asdict(answer) for answer in answers], "report": loaded.hotset_report()})
+        else:
+            print_run(stderr_console(), loaded.hotset_report())
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
