@@ -63,13 +63,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def add_tokenizer(folder: Path, vocab_size: int = 128) -> Path:
-    """Save a tokenizer that knows the words w0, w1, ...: the text "w3 w5" is the tokens 3 and 5."""
+    """Save a tokenizer that knows the words w3, w4, ...: the text "w3 w5" is the tokens 3 and 5."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w1"))
+    words = {**{f"w{i}": i for i in range(3, vocab_size)}, "<pad>": 0, "<unk>": 1, "<eos>": 2}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w2")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     fast.chat_template = "{% for m in messages %}w9 {{ m['content'] }} {% endfor %}"
     fast.save_pretrained(folder)
     return folder

@@ -65,7 +65,7 @@ def register(app: typer.Typer) -> None:
                     progress=show,
                 )
             except KeyboardInterrupt:
-                show.interrupted(output)
+                _note_what_is_kept(output)
                 raise
         note(f"trace written to {output}")
         if as_json:
@@ -75,7 +75,7 @@ def register(app: typer.Typer) -> None:
 
 
 class _Bar:
-    """A bar on stderr: documents, sequences, tokens per second. Remembers the last progress for an interrupt."""
+    """A bar on stderr: documents, sequences, tokens per second."""
 
     def __init__(self, documents: int, verb: str) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -84,7 +84,6 @@ class _Bar:
         columns = [TextColumn(verb), BarColumn(), MofNCompleteColumn(), TextColumn("documents{task.description}")]
         self._bar = RichProgress(*columns, TimeElapsedColumn(), console=stderr_console())
         self._task = self._bar.add_task("", total=documents)
-        self._last: Progress | None = None
 
     def __enter__(self) -> _Bar:
         self._bar.start()
@@ -94,16 +93,18 @@ class _Bar:
         self._bar.stop()
 
     def __call__(self, progress: Progress) -> None:
-        self._last = progress
         rate = progress.tokens / max(progress.seconds, 1e-9)
         text = f", {progress.sequences:,} sequences, {progress.tokens:,} tokens, {rate:,.0f} tokens/s"
         self._bar.update(self._task, completed=progress.documents, description=text)
 
-    def interrupted(self, output: Path) -> None:
-        kept = self._last
-        self._bar.stop()
-        note(
-            "interrupted before the first batch was done: nothing is kept"
-            if kept is None
-            else f"interrupted: {kept.sequences:,} sequences and {kept.tokens:,} tokens are kept in {output}"
-        )
+
+def _note_what_is_kept(output: Path) -> None:
+    from hotset.core import Trace
+    from hotset.errors import TraceError
+
+    try:
+        kept = Trace.open(output)
+    except TraceError:
+        note("interrupted before the first sequence was done: nothing is kept")
+    else:
+        note(f"interrupted: {kept.num_sequences:,} sequences and {kept.num_tokens:,} tokens are kept in {output}")
