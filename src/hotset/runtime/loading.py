@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,9 +130,33 @@ class _Recipe:
     sources: dict[str, list[str]] = field(default_factory=dict)
     """Source pattern -> stored tensor names, in the natural order of their numbers."""
 
+    def parts(self, pieces: dict[str, torch.Tensor], target: str, config: Any) -> tuple[list[torch.Tensor], int]:
+        """(tensors to lay side by side, along which axis), from one expert's stored tensors by source pattern.
+
+        Where the converter only stacks experts and concatenates (nearly every family), its two copies are spared.
+        """
+        from transformers.core_model_loading import Concatenate, MergeModulelist
+
+        if self.converter is None:
+            return list(pieces.values()), 0
+        *merges, last = self.converter.operations
+        joins = last if type(last) is Concatenate else None
+        merges = merges if joins is not None else [last]
+        if all(type(op) is MergeModulelist and op.dim == 0 for op in merges) and (joins is None or joins.dim >= 1):
+            ordered = [pieces[pattern] for pattern in self.converter.source_patterns if pattern in pieces]
+            return ordered, 0 if joins is None else joins.dim - 1
+        converter = copy.deepcopy(self.converter)
+        for pattern, piece in pieces.items():
+            ready = piece if any(type(op) is MergeModulelist for op in self.converter.operations) else piece[None]
+            converter.add_tensor(target, pattern, pattern, _Ready(ready))
+        converted = converter.convert(target, config=config)
+        (made,) = (value for key, value in converted.items() if target.endswith(key) or key.endswith(target))
+        made = made[0] if isinstance(made, list) else made
+        return [made.squeeze(0)], 0
+
 
 class ExpertReader:
-    """Reads single experts out of a checkpoint: `read(row, expert)`.
+    """Reads single experts out of a checkpoint: `read_into(row, expert, target)`.
 
     Each shard is opened once and read by pread, so that the page cache is not counted as this process's memory.
     """
@@ -164,41 +189,36 @@ class ExpertReader:
         """Stored name -> lazy slice of every tensor that is no expert's."""
         return {name: self._slice(name) for name in self._non_expert}
 
-    def read(self, row: int, expert: int) -> dict[str, torch.Tensor]:
-        """One expert's parameters [...] on the CPU, in the layout of the model's experts module, as stored in dtype.
+    def read_into(self, row: int, expert: int, target: Mapping[str, torch.Tensor]) -> None:
+        """Read one expert's parameters into `target`: name -> tensor [...] of any dtype, on any device.
 
-        Raises CheckpointError where the converted tensor does not have the parameter's shape.
+        Raises CheckpointError where what is stored does not have the parameter's shape.
         """
         layer = self._layers[row]
-        return {name: self._read_parameter(row, expert, name, layer) for name in layer.parameters}
+        for name in layer.parameters:
+            recipe = self._recipes[row][name]
+            pieces = {
+                pattern: self._slice(stored[expert])[...]
+                if len(stored) == layer.num_experts
+                else self._slice(stored[0])[expert : expert + 1].squeeze(0)
+                for pattern, stored in recipe.sources.items()
+            }
+            parts, dim = recipe.parts(pieces, f"{layer.name}.{name}", self._config)
+            self._place(parts, dim, target[name], f"expert {expert} of layer {layer.layer_id}: {name}")
 
-    def _read_parameter(self, row: int, expert: int, name: str, layer: ExpertLayer) -> torch.Tensor:
-        recipe = self._recipes[row][name]
-        wanted = tuple(layer.parameters[name].shape[1:])
-        pieces: dict[str, list[torch.Tensor]] = {}
-        for pattern, stored in recipe.sources.items():
-            if len(stored) == layer.num_experts:
-                pieces[pattern] = [self._slice(stored[expert])[...]]
-            else:
-                pieces[pattern] = [self._slice(stored[0])[expert : expert + 1]]
-        if recipe.converter is None:
-            (tensors,) = pieces.values()
-            made = tensors[0]
-        else:
-            converter = copy.deepcopy(recipe.converter)
-            for pattern, tensors in pieces.items():
-                for tensor in tensors:
-                    converter.add_tensor(f"{layer.name}.{name}", pattern, pattern, _Ready(tensor))
-            converted = converter.convert(f"{layer.name}.{name}", config=self._config)
-            made = next(value for key, value in converted.items() if key.endswith(name))
-            made = made[0] if isinstance(made, list) else made
-        made = made.reshape(made.shape[1:]) if made.ndim == len(wanted) + 1 and made.shape[0] == 1 else made
-        if tuple(made.shape) != wanted:
+    def _place(self, parts: list[torch.Tensor], dim: int, target: torch.Tensor, what: str) -> None:
+        start = 0
+        for part in parts:
+            room = target.narrow(dim, start, min(part.shape[dim], target.shape[dim] - start))
+            if room.shape != part.shape:
+                break
+            room.copy_(part)
+            start += part.shape[dim]
+        if start != target.shape[dim]:
             raise CheckpointError(
-                f"{self.checkpoint.folder}: expert {expert} of layer {layer.layer_id}: {name} has shape "
-                f"{tuple(made.shape)} after conversion, the model wants {wanted}"
+                f"{self.checkpoint.folder}: {what} is stored as {[tuple(part.shape) for part in parts]}, "
+                f"the model wants {tuple(target.shape)}"
             )
-        return made
 
     def _check_complete(self) -> None:
         for layer, recipes in zip(self._layers, self._recipes, strict=True):

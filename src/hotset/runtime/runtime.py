@@ -47,7 +47,7 @@ def load(
     skeleton = load_skeleton(folder, dtype=dtype, device=target)
     mask = _resolve_mask(plan, skeleton.layers, skeleton.reader.checkpoint)
     runtime = Runtime(skeleton.model, skeleton.layers, mask, target, skeleton.non_expert_bytes)
-    runtime.store.load(skeleton.reader.read, progress)
+    runtime.store.load(skeleton.reader.read_into, progress)
     register()
     skeleton.model.set_experts_implementation(IMPLEMENTATION)
     runtime.attach()

@@ -7,6 +7,7 @@ not exist raises ExpertNotOnHost.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -20,8 +21,11 @@ from hotset.residency import Residency
 
 ExpertWeights = Mapping[str, torch.Tensor]
 """Parameter name -> this expert's tensor."""
-ReadExpert = Callable[[int, int], ExpertWeights]
-"""(row, expert) -> its parameters on the CPU."""
+ReadExpert = Callable[[int, int, ExpertWeights], None]
+"""(row, expert, target): read that expert's parameters into the target's tensors."""
+
+_ALIGNMENT = 64
+"""Bytes: a cache line, and one AVX-512 register."""
 
 
 class ExpertStore:
@@ -50,16 +54,12 @@ class ExpertStore:
         done, total = 0, sum(layer.num_experts for layer in self.layers)
         for row, layer in enumerate(self.layers):
             for expert in range(layer.num_experts):
-                weights = read(row, expert)
                 slot = self.residency.slot(row, expert)
-                if slot >= 0:
-                    target: Mapping[str, torch.Tensor] = self.on_gpu(row, slot)
-                else:
-                    target = self._host[row][expert] = {
-                        name: torch.empty(p.shape[1:], dtype=p.dtype) for name, p in layer.parameters.items()
-                    }
-                for name, tensor in weights.items():
-                    target[name].copy_(tensor)
+                if slot < 0:
+                    self._host[row][expert] = allocate_host(
+                        {n: (p.shape[1:], p.dtype) for n, p in layer.parameters.items()}
+                    )
+                read(row, expert, self.on_gpu(row, slot) if slot >= 0 else self.on_host(row, expert))
                 done += 1
                 if progress is not None:
                     progress(done, total)
@@ -95,3 +95,28 @@ class ExpertStore:
         return sum(
             t.numel() * t.element_size() for row in self._host for weights in row if weights for t in weights.values()
         )
+
+
+def allocate_host(shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
+    """Uninitialised tensors side by side in one anonymous mapping, each at a multiple of 64 bytes.
+
+    A mapping of its own, not the C library's heap, so that dropping an expert gives its bytes back to the system at
+    once, and temporaries of loading leave no holes between experts.
+    """
+    starts, total = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        starts[name] = total
+        total += -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    if total == 0:
+        return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    buffer = torch.frombuffer(mmap.mmap(-1, total), dtype=torch.uint8)
+    return {
+        name: buffer[starts[name] : starts[name] + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        for name, (shape, dtype) in shapes.items()
+    }
+
+
+def _allocate(shapes: Mapping[str, tuple[torch.Size, torch.dtype]], device: torch.device) -> dict[str, torch.Tensor]:
+    if device.type == "cpu":
+        return allocate_host(shapes)
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}

@@ -1,0 +1,127 @@
+"""Peak memory of hotset.load beside Transformers' from_pretrained, on a random Qwen3-MoE checkpoint of its own.
+
+Each load runs in a process of its own; the peak is the kernel's (ru_maxrss), less what importing the libraries alone
+takes. The logits of the two are compared first. The ceiling: non-expert bytes + expert bytes, which must be somewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import print_header, print_json_line
+
+# hidden, expert intermediate, layers, experts: about 1.5 GB in bfloat16
+FULL = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 7, "num_experts": 64}
+QUICK = {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_experts": 32}
+
+CHILD = """
+import json, resource, sys, time
+import numpy as np, torch, transformers, hotset
+from transformers import AutoModelForCausalLM
+transformers.utils.logging.disable_progress_bar()
+transformers.logging.set_verbosity_error()
+how, folder, share = sys.argv[1], sys.argv[2], float(sys.argv[3])
+import hotset.runtime.runtime, transformers.models.qwen3_moe.modeling_qwen3_moe
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before, started, report = peak(), time.perf_counter(), None
+if how == "hotset":
+    layers, experts = int(sys.argv[4]), int(sys.argv[5])
+    mask = np.zeros(layers * experts, bool)
+    mask[np.random.default_rng(0).permutation(mask.size)[: int(share * mask.size)]] = True
+    model = hotset.load(folder, plan=mask.reshape(layers, experts), device="cpu")
+elif how == "plain":
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", experts_implementation="eager")
+seconds, after = time.perf_counter() - started, peak()
+values = None
+if how != "import":
+    with torch.inference_mode():
+        values = model(torch.arange(1, 8)[None]).logits.float().sum(dim=-1).flatten().tolist()
+if how == "hotset":
+    report = model.hotset_report()
+print(json.dumps({"before": before, "peak": after, "seconds": seconds, "logits": values, "report": report}))
+"""
+
+
+def make_checkpoint(folder: Path, shape: dict[str, int]) -> None:
+    """A random Qwen3-MoE in bfloat16, sharded."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=4096,
+        intermediate_size=1024,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts_per_tok=4,
+        **shape,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="400MB")
+
+
+def child(how: str, folder: Path, share: float, shape: dict[str, int]) -> dict:
+    """Run one load in a process of its own."""
+    arguments = [how, str(folder), str(share), str(shape["num_hidden_layers"]), str(shape["num_experts"])]
+    done = subprocess.run([sys.executable, "-c", CHILD, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small checkpoint, for a look at the script")
+    parser.add_argument("--share", type=float, default=0.5, help="share of the experts in the arena")
+    options = parser.parse_args()
+    shape = QUICK if options.quick else FULL
+    print_header("bench_load: peak resident memory while loading", share_in_arena=options.share, **shape)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        started = time.perf_counter()
+        make_process = subprocess.run(
+            [sys.executable, __file__, "--make", str(folder), json.dumps(shape)], check=False, capture_output=True
+        )
+        if make_process.returncode:
+            sys.exit(make_process.stderr.decode())
+        print(f"made the checkpoint in {time.perf_counter() - started:.0f} s")
+        ours = child("hotset", folder, options.share, shape)
+        none_in_arena = child("hotset", folder, 0.0, shape)
+        plain = child("plain", folder, 0.0, shape)
+    assert ours["logits"] == plain["logits"], "the two models disagree"
+    sizes, all_on_host = ours["report"]["bytes"], none_in_arena["report"]["bytes"]
+    expert_bytes = sizes["arena"] + sizes["host_experts"]
+    assert all_on_host["host_experts"] - sizes["host_experts"] == sizes["arena"], "the host tier did not shrink by it"
+    ceiling = sizes["non_expert"] + expert_bytes
+    peak_ours, peak_plain = ours["peak"] - ours["before"], plain["peak"] - plain["before"]
+    print(f"{'':22}{'MB':>8}   share of what must be in memory")
+    for name, value in (("must be in memory", ceiling), ("hotset.load", peak_ours), ("from_pretrained", peak_plain)):
+        print(f"{name:22}{value / 1e6:8.0f}   {value / ceiling:.3f}")
+    print(
+        f"imports alone take {ours['before'] / 1e6:.0f} MB; seconds: {ours['seconds']:.1f} and {plain['seconds']:.1f}"
+    )
+    print_json_line(
+        peak_bytes_hotset=peak_ours,
+        peak_bytes_plain=peak_plain,
+        non_expert_bytes=sizes["non_expert"],
+        expert_bytes=expert_bytes,
+        arena_bytes=sizes["arena"],
+        host_tier_bytes=sizes["host_experts"],
+        import_bytes=ours["before"],
+        seconds_hotset=round(ours["seconds"], 2),
+        seconds_plain=round(plain["seconds"], 2),
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--make"]:
+        make_checkpoint(Path(sys.argv[2]), json.loads(sys.argv[3]))
+    else:
+        main()
