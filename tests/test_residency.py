@@ -19,6 +19,7 @@ def two_layers() -> Residency:
 def test_initial_experts_fill_slots_in_ascending_order() -> None:
     residency = two_layers()
     assert residency.slot_table().tolist() == [[-1, 0, -1, 1], [0, -1, -1, -1]]
+    assert residency.slots_of(0, np.array([[3, 0], [1, 1]])).tolist() == [[1, -1], [0, 0]]
     assert residency.holders(0).tolist() == [1, 3]
     assert residency.holders(1).tolist() == [0, -1, -1]
     assert residency.free_slots(0) == 0

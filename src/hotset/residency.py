@@ -174,7 +174,7 @@ class Residency:
 
     def slots_of(self, row: int, experts: NDArray[np.int64]) -> NDArray[np.int32]:
         """Slot of each of the given experts of one layer, -1 = absent; same shape."""
-        slots: NDArray[np.int32] = self._table[row, experts]
+        slots: NDArray[np.int32] = self.arrays.table[row, experts]
         return slots
 
     def free_slots(self, row: int) -> int:
