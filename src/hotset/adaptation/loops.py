@@ -1,0 +1,204 @@
+"""Compiled functions over the arrays of Residency, tracker and rebalancer. Importing this module loads numba.
+
+One definition each, used from both sides: the objects that the runtime drives token by token call these, and so do the
+loops that replay a recorded trace. Numba's file cache looks at the file of the outermost function only: after editing
+this file or residency.py, delete `__pycache__/*.nb?`.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, call-arg"
+
+from __future__ import annotations
+
+from numba import njit
+
+from hotset import residency
+
+ABSENT = residency.ABSENT
+KEEP = -2
+"""Verdict: load nothing."""
+FREE = -1
+"""Verdict: load into a free slot. Verdicts from 0 on are the key row * E + expert of the victim."""
+
+NO_PICK, MISS, HIT = 0, 1, 2
+"""What a loop writes for each pick it served."""
+
+RESCALE_ABOVE = 1e120
+"""A lazily decayed sum is divided by its scale before that reaches this: far below what overflows a float64."""
+
+take_free = njit(residency.take_free, cache=True, nogil=True, inline="always")
+show = njit(residency.show, cache=True, nogil=True, inline="always")
+hide = njit(residency.hide, cache=True, nogil=True, inline="always")
+
+
+@njit(cache=True, nogil=True, inline="always")
+def commit(a, row, expert, verdict):
+    """Both phases of a load at once: what replay does in place of moving bytes."""
+    if verdict >= 0:
+        num_experts = a.table.shape[1]
+        hide(a, verdict // num_experts, verdict % num_experts)
+    show(a, row, expert, take_free(a, row))
+
+
+@njit(cache=True, nogil=True, inline="always")
+def is_away(a, row, expert):
+    """Neither resident nor on its way."""
+    return a.table[row, expert] == ABSENT and a.claims[row, expert] == ABSENT
+
+
+@njit(cache=True, nogil=True, inline="always")
+def serve(a, row, picks, served):
+    """Judge one token's picks [K] against the residency as it is: served [K] = HIT, MISS or NO_PICK."""
+    for k in range(len(picks)):
+        expert = picks[k]
+        if expert < 0:
+            served[k] = NO_PICK
+        elif a.table[row, expert] == ABSENT:
+            served[k] = MISS
+        else:
+            served[k] = HIT
+
+
+# -- tracker -------------------------------------------------------------------------------------------------
+
+
+@njit(cache=True, nogil=True, inline="always")
+def first_bad_id(ids, num_experts):
+    """Flat index of the first id of [T, K] outside [-1, E), or -1."""
+    for t in range(ids.shape[0]):
+        for k in range(ids.shape[1]):
+            if ids[t, k] < -1 or ids[t, k] >= num_experts:
+                return t * ids.shape[1] + k
+    return -1
+
+
+@njit(cache=True, nogil=True, inline="always")
+def observe(h, row, ids):
+    """Add the tokens of ids [T, K] to the row's averages, one after the other.
+
+    h.slow[e] / h.scale[0] is the average: multiplying the scale by 1 / decay decays all experts at once, so that a
+    token touches its own picks only.
+    """
+    slow, fast = h.slow[row], h.fast[row]
+    slow_scale, fast_scale = h.scale[row, 0], h.scale[row, 1]
+    slow_growth, fast_growth = 1.0 / h.decay[0], 1.0 / h.decay[1]
+    slow_share, fast_share = 1.0 - h.decay[0], 1.0 - h.decay[1]
+    two = h.fast_weight[0] > 0.0
+    for t in range(ids.shape[0]):
+        routed = False
+        for k in range(ids.shape[1]):
+            expert = ids[t, k]
+            if expert < 0:
+                continue
+            if not routed:
+                routed = True
+                slow_scale *= slow_growth
+                if slow_scale > RESCALE_ABOVE:
+                    slow /= slow_scale
+                    slow_scale = 1.0
+                if two:
+                    fast_scale *= fast_growth
+                    if fast_scale > RESCALE_ABOVE:
+                        fast /= fast_scale
+                        fast_scale = 1.0
+            slow[expert] += slow_share * slow_scale
+            if two:
+                fast[expert] += fast_share * fast_scale
+    h.scale[row, 0] = slow_scale
+    h.scale[row, 1] = fast_scale
+
+
+@njit(cache=True, nogil=True, inline="always")
+def check_and_observe(h, row, ids):
+    """`observe` where every id is in range; otherwise nothing but the flat index of the first that is not."""
+    bad = first_bad_id(ids, h.slow.shape[1])
+    if bad < 0:
+        observe(h, row, ids)
+    return bad
+
+
+@njit(cache=True, nogil=True, inline="always")
+def hotness(h, row, expert):
+    """The expert's blended average: (1 - w) * slow + w * fast."""
+    w = h.fast_weight[0]
+    value = (1.0 - w) * (h.slow[row, expert] / h.scale[row, 0])
+    if w > 0.0:
+        value += w * (h.fast[row, expert] / h.scale[row, 1])
+    return value
+
+
+# -- rebalancer ----------------------------------------------------------------------------------------------
+
+
+@njit(cache=True, nogil=True, inline="always")
+def coldest(a, h, r, row):
+    """(key, hotness) of the resident that may leave and is least hot in the row's group; key ABSENT where none may.
+
+    Not while it is locked, nor within `min_dwell` tokens of its own load. Ties go to the lower slot.
+    """
+    num_experts = a.table.shape[1]
+    group = a.group[row]
+    w = h.fast_weight[0]
+    best_key, best = ABSENT, 0.0
+    last_row, slow_factor, fast_factor = -1, 0.0, 0.0
+    for slot in range(a.slots[group]):
+        key = a.holder[group, slot]
+        if key == ABSENT:
+            continue
+        its_row, expert = row, key - row * num_experts
+        if expert < 0 or expert >= num_experts:
+            its_row, expert = key // num_experts, key % num_experts
+        if its_row != last_row:
+            last_row = its_row
+            slow_factor, fast_factor = (1.0 - w) / h.scale[its_row, 0], w / h.scale[its_row, 1]
+        value = slow_factor * h.slow[its_row, expert] + fast_factor * h.fast[its_row, expert]
+        if best_key != ABSENT and value >= best:
+            continue
+        if a.users[its_row, expert] > 0 or r.clock[its_row] - r.loaded_at[its_row, expert] < r.min_dwell[0]:
+            continue
+        best_key, best = key, value
+    return best_key, best
+
+
+@njit(cache=True, nogil=True, inline="always")
+def propose(a, h, r, row, picks, bytes_left):
+    """(expert, verdict): the hottest of the picks [any] that is away, if it deserves a slot; else (ABSENT, KEEP).
+
+    Only picks are candidates: a lazily decayed average changes relative to others at a pick alone.
+    """
+    best, best_hotness = ABSENT, -1.0
+    for k in range(len(picks)):
+        expert = picks[k]
+        if expert < 0 or not is_away(a, row, expert) or r.expert_bytes[row, expert] > bytes_left:
+            continue
+        value = hotness(h, row, expert)
+        if value > best_hotness:
+            best, best_hotness = expert, value
+    if best == ABSENT:
+        return ABSENT, KEEP
+    if a.free_count[a.group[row]] > 0:
+        return best, FREE
+    key, cold = coldest(a, h, r, row)
+    if key == ABSENT or best_hotness <= cold + r.threshold[0]:
+        return ABSENT, KEEP
+    return best, key
+
+
+@njit(cache=True, nogil=True)
+def replay_ema(a, h, r, first_row, ids, served, loads, load_bytes, max_moves, max_bytes):
+    """Serve, observe and rebalance the tokens of ids [R, T, K], committing each move before the next token."""
+    for t in range(ids.shape[1]):
+        for i in range(ids.shape[0]):
+            row = first_row + i
+            picks = ids[i, t]
+            serve(a, row, picks, served[i, t])
+            observe(h, row, ids[i, t : t + 1])
+            r.clock[row] += 1
+            bytes_left = max_bytes
+            for _ in range(max_moves):
+                expert, verdict = propose(a, h, r, row, picks, bytes_left)
+                if expert == ABSENT:
+                    break
+                commit(a, row, expert, verdict)
+                r.loaded_at[row, expert] = r.clock[row]
+                bytes_left -= r.expert_bytes[row, expert]
+                loads[i, t] += 1
+                load_bytes[i, t] += r.expert_bytes[row, expert]
