@@ -216,3 +216,19 @@ def test_unknown_arguments_are_refused() -> None:
 def test_wrong_ids_are_refused(ids: object, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         hotset.gpu_hit_rate(np.ones((1, 4), bool), ids)  # type: ignore[arg-type]
+
+
+class TestCertified(StrategyContract):
+    strategy = "certified"
+
+    def test_completes_tokens_where_frequency_scatters(self) -> None:
+        # whole tokens by hand: layer 1 {0,1} 3 of 5, layer 2 {2,3} 3 of 5, layer 5 {0,1} 3 of 5
+        made = self.make(small_trace(), experts=4)
+        assert made.score == 6
+        assert made.bound == 6
+        assert made.gap == 0
+
+    def test_counts_for_hit_rate_are_solved_exactly(self) -> None:
+        made = self.make(skewed_trace(3).to_counts(), experts=9, objective="hit-rate")
+        assert made.report["notes"] == []
+        assert made.bound == made.score

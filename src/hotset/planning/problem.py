@@ -29,6 +29,8 @@ class Problem:
     alpha: float = 1.0
     """Share of the new counts when smoothing with previous_scores."""
     seed: int = 0
+    notes: tuple[str, ...] = ()
+    """What the user should know about how the request was understood."""
 
     @property
     def shape(self) -> tuple[int, int]:

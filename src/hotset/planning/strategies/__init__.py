@@ -10,6 +10,7 @@ from hotset.planning.problem import Placement, Problem
 
 # name -> module, in the order in which help and tables show them
 STRATEGIES = {
+    "certified": "hotset.planning.strategies.certified",
     "frequency": "hotset.planning.strategies.frequency",
     "uniform": "hotset.planning.strategies.uniform",
     "front-loading": "hotset.planning.strategies.front_loading",
