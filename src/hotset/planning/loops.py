@@ -364,21 +364,23 @@ def subset_values(sets, weight, base, value):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def best_cover(sets, weight, resident, cost, left):  # type: ignore[no-untyped-def]
-    """(set, missing cost) with most tokens per cost of its missing experts, among those that fit in `left`; -1: none.
+def best_cover(sets, weight, resident, cost, left, room):  # type: ignore[no-untyped-def]
+    """(set, missing cost) with most tokens per cost of its missing experts; set -1 where none fits.
 
-    resident, cost: [E]. Fully resident sets are passed over. Ties: more tokens, then the earlier set.
+    resident, cost: [E]. What is missing must cost at most `left` and be at most `room` experts. Fully resident sets are
+    passed over. Ties: more tokens, then the earlier set.
     """
     chosen, chosen_cost, ratio, tokens = -1, 0, -1.0, -1.0
     for i in range(len(sets)):
-        missing = 0
+        missing = lacking = 0
         for k in range(sets.shape[1]):
             expert = sets[i, k]
             if expert < 0:
                 break
             if not resident[expert]:
                 missing += cost[expert]
-        if missing == 0 or missing > left:
+                lacking += 1
+        if lacking == 0 or missing > left or lacking > room:
             continue
         here = weight[i] / missing
         if here > ratio or (here == ratio and weight[i] > tokens):

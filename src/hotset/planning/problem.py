@@ -50,6 +50,12 @@ class Placement:
     notes: list[str] = field(default_factory=list)
 
 
+def without_tokens(problem: Problem, name: str) -> Placement:
+    """Frequency top-k, for a strategy that needs tokens and was given counts."""
+    note = f"{name} needs tokens and these are counts only: placed by frequency instead"
+    return Placement(fill(problem, problem.counts), notes=[note])
+
+
 def fill(problem: Problem, scores: NDArray[np.float64], chosen: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
     """[L, E] mask: the best scores per size that fit, on top of `chosen`, within the layers' limits.
 

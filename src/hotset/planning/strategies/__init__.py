@@ -12,6 +12,9 @@ from hotset.planning.problem import Placement, Problem
 STRATEGIES = {
     "certified": "hotset.planning.strategies.certified",
     "frequency": "hotset.planning.strategies.frequency",
+    "layer-balanced": "hotset.planning.strategies.layer_balanced",
+    "coverage": "hotset.planning.strategies.coverage",
+    "cluster": "hotset.planning.strategies.cluster",
     "uniform": "hotset.planning.strategies.uniform",
     "front-loading": "hotset.planning.strategies.front_loading",
     "random": "hotset.planning.strategies.random",
