@@ -84,6 +84,36 @@ def test_rates_are_counted_by_hand() -> None:
     assert hotset.gpu_hit_rate(mask, [trace, trace]) == 6 / 12
 
 
+def test_co_activation_is_counted_by_hand() -> None:
+    ids = [[[0, 1], [1, 0], [1, 2], [2, -1]]]
+    by_hand = [[2, 2, 0], [2, 3, 1], [0, 1, 2]]
+    assert hotset.build_coactivation_matrix(ids, 3).tolist() == [by_hand]
+    assert hotset.build_coactivation_matrix(ids[0], 3).tolist() == by_hand
+    trace = Trace.from_arrays(ids, num_experts=3)
+    assert hotset.build_coactivation_matrix([trace, trace])[0].tolist() == (2 * np.array(by_hand)).tolist()
+    torch = pytest.importorskip("torch")
+    made = hotset.build_coactivation_matrix(torch.tensor(ids[0]), 3)
+    assert isinstance(made, torch.Tensor)
+    assert made.tolist() == by_hand
+
+
+def test_co_activation_of_shapes_that_differ_is_refused() -> None:
+    with pytest.raises(TraceError, match="num_experts is missing"):
+        hotset.build_coactivation_matrix([[[0, 1]]])
+    with pytest.raises(TraceError, match="out of range"):
+        hotset.build_coactivation_matrix([[[0, 5]]], 3)
+    one, other = (Trace.from_arrays([[[0, 1]]], num_experts=e) for e in (3, 4))
+    with pytest.raises(TraceError, match="a trace has 1 of 4"):
+        hotset.build_coactivation_matrix([one, other])
+
+
+def test_co_activation_is_that_of_the_indicator_product() -> None:
+    ids = np.argsort(np.random.default_rng(0).random((2, 50, 9)), axis=2)[:, :, :3]
+    indicator = np.zeros((2, 50, 9), np.int64)
+    np.put_along_axis(indicator, ids, 1, axis=2)
+    assert np.array_equal(hotset.build_coactivation_matrix(ids, 9), indicator.transpose(0, 2, 1) @ indicator)
+
+
 def test_rates_accept_torch() -> None:
     torch = pytest.importorskip("torch")
     ids = torch.tensor([[[0, 1], [0, 2]]])

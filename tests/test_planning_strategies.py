@@ -216,3 +216,69 @@ def test_unknown_arguments_are_refused() -> None:
 def test_wrong_ids_are_refused(ids: object, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         hotset.gpu_hit_rate(np.ones((1, 4), bool), ids)  # type: ignore[arg-type]
+
+
+class TestCertified(StrategyContract):
+    strategy = "certified"
+
+    def test_completes_tokens_where_frequency_scatters(self) -> None:
+        # whole tokens by hand: layer 1 {0,1} 3 of 5, layer 2 {2,3} 3 of 5, layer 5 {0,1} 3 of 5
+        made = self.make(small_trace(), experts=4)
+        assert made.score == 6
+        assert made.bound == 6
+        assert made.gap == 0
+
+    def test_counts_for_hit_rate_are_solved_exactly(self) -> None:
+        made = self.make(skewed_trace(3).to_counts(), experts=9, objective="hit-rate")
+        assert made.report["notes"] == []
+        assert made.bound == made.score
+
+
+class TestLayerBalanced(StrategyContract):
+    strategy = "layer-balanced"
+
+    def test_scores_are_smoothed_over_windows(self) -> None:
+        # new counts of layer 1: [4 4 1 1]; half of the old weight on expert 2 puts it first: .5 * 1 + .5 * 20 = 10.5
+        before = np.zeros((3, 4))
+        before[0, 2] = 20
+        mask = self.make(small_trace(), experts=1, previous_scores=before, alpha=0.5).gpu_experts_mask
+        assert mask.astype(int).tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+        assert self.make(small_trace(), experts=1, previous_scores=before, alpha=1.0).gpu_experts_mask[0, 0]
+
+    def test_an_expert_seen_in_an_earlier_window_counts_as_picked(self) -> None:
+        before = np.zeros((3, 4))
+        before[2, 3] = 10  # never picked in this window
+        assert self.make(small_trace(), experts=1, previous_scores=before, alpha=0.1).gpu_experts_mask[2, 3]
+
+
+class TestCoverage(StrategyContract):
+    strategy = "coverage"
+
+    def test_completes_the_set_with_most_tokens_per_added_expert(self) -> None:
+        # three tokens each: layer 1 {0,1}, layer 2 {2,3}, layer 5 {0,1}; the lower layers first
+        mask = self.make(small_trace(), experts=4).gpu_experts_mask
+        assert mask.astype(int).tolist() == [[1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]]
+        # then one more expert completes one more token: layer 1 {0,1} + 2 covers {0,2}
+        assert self.make(small_trace(), experts=7).score == 10
+
+    def test_counts_alone_give_frequency_and_a_note(self) -> None:
+        made = self.make(skewed_trace(3).to_counts(), experts=9)
+        frequency = hotset.plan(skewed_trace(3).to_counts(), experts=9, strategy="frequency")
+        assert np.array_equal(made.gpu_experts_mask, frequency.gpu_experts_mask)
+        assert any("coverage needs tokens" in sentence for sentence in made.report["notes"])
+
+
+class TestCluster(StrategyContract):
+    strategy = "cluster"
+
+    def test_grows_from_the_hottest_by_co_firing(self) -> None:
+        # expert 0 is hottest with 6 picks; 3 fires with it twice, 1 never although it is picked more often than 3
+        ids = [[[0, 2], [0, 2], [0, 3], [0, 3], [0, 3], [0, 2], [1, 4], [1, 4], [1, 4], [1, 4]]]
+        mask = self.make(Trace.from_arrays(ids, num_experts=5), experts=3).gpu_experts_mask
+        assert mask.astype(int).tolist() == [[1, 0, 1, 1, 0]]
+
+    def test_counts_alone_give_frequency_and_a_note(self) -> None:
+        made = self.make(skewed_trace(3).to_counts(), experts=9)
+        frequency = hotset.plan(skewed_trace(3).to_counts(), experts=9, strategy="frequency")
+        assert np.array_equal(made.gpu_experts_mask, frequency.gpu_experts_mask)
+        assert any("cluster needs tokens" in sentence for sentence in made.report["notes"])

@@ -32,6 +32,7 @@ _PUBLIC = {
     "plan": "hotset.planning.api",
     "generate_gpu_experts_masks": "hotset.planning.api",
     "plan_gpu_expert_placement": "hotset.planning.api",
+    "build_coactivation_matrix": "hotset.planning.measures",
     "gpu_hit_rate": "hotset.planning.measures",
     "token_resident_rate": "hotset.planning.measures",
 }

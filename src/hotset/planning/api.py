@@ -19,7 +19,7 @@ from hotset.planning.objective import Objective, resolve_objective
 from hotset.planning.problem import Placement, Problem
 from hotset.planning.strategies import strategy as find_strategy
 
-DEFAULT_STRATEGY = "frequency"
+DEFAULT_STRATEGY = "certified"
 
 
 def plan(
@@ -58,7 +58,7 @@ def plan(
         if not isinstance(source, Trace):
             raise PlanError("holdout needs tokens, and these are counts only: give a trace")
         source, held_out = source.split(holdout, seed)
-    problem, notes = _problem(
+    problem = build_problem(
         source,
         resolve_budget(
             (source.num_layers, source.num_experts),
@@ -71,27 +71,29 @@ def plan(
             max_experts_per_layer=max_experts_per_layer,
         ),
         objective,
-        machine,
-        previous,
-        previous_scores,
-        alpha,
-        seed,
+        machine=machine,
+        previous=previous,
+        previous_scores=previous_scores,
+        alpha=alpha,
+        seed=seed,
     )
     placement = find_strategy(strategy)(problem)
     check_placement(problem.budget, placement.mask)
-    return _as_plan(source, held_out, problem, placement, strategy, previous, notes)
+    return _as_plan(source, held_out, problem, placement, strategy, previous)
 
 
-def _problem(
+def build_problem(
     source: Trace | Counts,
     budget: Budget,
     objective: str | tuple[float, float],
-    machine: Machine | None,
-    previous: Plan | None,
-    previous_scores: ArrayLike | None,
-    alpha: float,
-    seed: int,
-) -> tuple[Problem, list[str]]:
+    *,
+    machine: Machine | None = None,
+    previous: Plan | None = None,
+    previous_scores: ArrayLike | None = None,
+    alpha: float = 0.8,
+    seed: int = 0,
+) -> Problem:
+    """What a strategy is given, validated. Raises PlanError."""
     notes: list[str] = []
     shape = (source.num_layers, source.num_experts)
     wanted = resolve_objective(objective, machine, source.expert_bytes)
@@ -109,7 +111,8 @@ def _problem(
         previous_scores=None if previous_scores is None else _scores("previous_scores", previous_scores, shape),
         alpha=_alpha(alpha),
         seed=seed,
-    ), notes
+        notes=tuple(notes),
+    )
 
 
 def check_placement(budget: Budget, mask: NDArray[np.bool_]) -> None:
@@ -127,11 +130,10 @@ def _as_plan(
     placement: Placement,
     strategy: str,
     previous: Plan | None,
-    notes: list[str],
 ) -> Plan:
     mask, wanted = placement.mask, problem.objective
     report: dict[str, Any] = {
-        "notes": [*notes, *placement.notes],
+        "notes": [*problem.notes, *placement.notes],
         "objective": wanted.as_dict(),
         "experts_per_layer": mask.sum(axis=1).tolist(),
     }

@@ -81,6 +81,51 @@ def measure(mask: ArrayLike | Plan, traces: Traces) -> Measured:
     return Measured(*totals)
 
 
+def build_coactivation_matrix(traces: Traces, num_experts: int | None = None) -> Any:
+    """[L, E, E] int64: tokens in which two experts of a layer fire together; an expert's own picks on the diagonal.
+
+    traces: a Trace or several of one shape, or ids [L, T, K]; of ids [T, K] the result is [E, E], as kt-kernel's users
+    know it. num_experts: E, needed where ids are given as an array. torch in gives torch out.
+    Raises TraceError as a trace would, and where num_experts is missing or differs.
+    """
+    if isinstance(traces, Trace):
+        several = [traces]
+    elif isinstance(traces, Sequence) and traces and all(isinstance(t, Trace) for t in traces):
+        several = [t for t in traces if isinstance(t, Trace)]
+    else:
+        if num_experts is None:
+            raise TraceError("num_experts is missing: ids alone do not say how many experts a layer has")
+        ids = to_numpy(traces)
+        one_layer = ids.ndim == 2
+        trace = Trace.from_arrays(ids[None] if one_layer else ids, num_experts=num_experts)
+        together = build_coactivation_matrix(trace)
+        together = together[0] if one_layer else together
+        if is_torch(traces):
+            import torch
+
+            return torch.from_numpy(together)
+        return together
+    experts, num_layers = several[0].num_experts, several[0].num_layers
+    for trace in several:
+        if trace.num_experts != experts or trace.num_layers != num_layers or num_experts not in (None, experts):
+            raise TraceError(
+                f"co-activation of {num_layers} layers of {num_experts or experts} experts was asked for, a trace has "
+                f"{trace.num_layers} of {trace.num_experts}"
+            )
+    return np.stack([sum(layer_coactivation(trace, row) for trace in several) for row in range(num_layers)])
+
+
+def layer_coactivation(trace: Trace, row: int) -> NDArray[np.int64]:
+    """[E, E] the same of one layer."""
+    from hotset.planning.loops import coactivation, frozen
+
+    together = np.zeros((trace.num_experts, trace.num_experts), np.int64)
+    for shard in trace.id_shards:
+        coactivation(frozen(shard[row]), together)
+    upper = np.triu(together, 1)
+    return together + upper.T
+
+
 def as_mask(mask: ArrayLike | Plan) -> NDArray[np.bool_]:
     """[L, E] bool from a Plan, an array or a torch tensor. Raises PlanError."""
     table = mask.gpu_experts_mask if isinstance(mask, Plan) else to_numpy(mask)

@@ -29,6 +29,8 @@ class Problem:
     alpha: float = 1.0
     """Share of the new counts when smoothing with previous_scores."""
     seed: int = 0
+    notes: tuple[str, ...] = ()
+    """What the user should know about how the request was understood."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -46,6 +48,12 @@ class Placement:
     scores: NDArray[np.float64] | None = None
     """[L, E] what the strategy ranked by, where that is not the counts."""
     notes: list[str] = field(default_factory=list)
+
+
+def without_tokens(problem: Problem, name: str) -> Placement:
+    """Frequency top-k, for a strategy that needs tokens and was given counts."""
+    note = f"{name} needs tokens and these are counts only: placed by frequency instead"
+    return Placement(fill(problem, problem.counts), notes=[note])
 
 
 def fill(problem: Problem, scores: NDArray[np.float64], chosen: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:

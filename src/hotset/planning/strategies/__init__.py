@@ -10,7 +10,11 @@ from hotset.planning.problem import Placement, Problem
 
 # name -> module, in the order in which help and tables show them
 STRATEGIES = {
+    "certified": "hotset.planning.strategies.certified",
     "frequency": "hotset.planning.strategies.frequency",
+    "layer-balanced": "hotset.planning.strategies.layer_balanced",
+    "coverage": "hotset.planning.strategies.coverage",
+    "cluster": "hotset.planning.strategies.cluster",
     "uniform": "hotset.planning.strategies.uniform",
     "front-loading": "hotset.planning.strategies.front_loading",
     "random": "hotset.planning.strategies.random",
