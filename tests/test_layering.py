@@ -46,7 +46,7 @@ def _imports(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "hotset":
             if node.module == "hotset":
-                found |= {_unit(f"hotset.{a.name}") if (PACKAGE / a.name).exists() else "__init__" for a in node.names}
+                found |= {a.name if a.name in _units() else "__init__" for a in node.names}
             else:
                 found.add(_unit(node.module))
         elif isinstance(node, ast.Import):
@@ -54,13 +54,12 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
+def _units() -> set[str]:
+    return {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+
+
 def test_every_module_has_a_layer() -> None:
-    units = {
-        p.stem if p.is_file() else p.name
-        for p in PACKAGE.iterdir()
-        if p.suffix == ".py" or (p / "__init__.py").exists()
-    }
-    assert units == set().union(*LAYERS)
+    assert _units() == set().union(*LAYERS)
 
 
 def test_lower_layers_never_import_higher_ones() -> None:

@@ -9,8 +9,8 @@ In a Markdown file, a block
 
 holds the stdout of that command (and its stderr where the line says `run+stderr:`), run from one scratch folder in
 which `demo` is the source tree's. A block `<!-- hidden: ... -->` runs a command and shows nothing. `--check` runs them
-all again and compares: the words must be the same, and numbers within 10 % of each other, except those that a machine's
-speed decides (tokens/s, seconds, peak memory) and the cells of heat maps, which rounding on another processor may shift.
+all again and compares: the words must be the same, and numbers within 10 % of each other, except those that a
+machine's speed decides (tokens/s, seconds, peak memory) and the cells of heat maps, which rounding may shift.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
                 path.write_text(after, encoding="utf-8")
                 print(f"{name}: rewrote the output of {len(differing)} commands")
     if stale:
-        sys.exit("these blocks no longer show what the command prints (`make docs` rewrites them):\n" + "\n".join(stale))
+        sys.exit("these blocks no longer show what their command prints (run `make docs`):\n" + "\n".join(stale))
     print("documentation is current" if options.check else "done")
 
 
@@ -61,7 +61,9 @@ def render(match: re.Match[str], folder: Path) -> str:
     kind, command = match.group(1), match.group(2)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
     environment |= {"TERM": "dumb", "NO_COLOR": "1"}
-    done = subprocess.run(shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"{command!r} failed with exit code {done.returncode}:\n{done.stderr}")
     if kind == "hidden":
