@@ -141,3 +141,52 @@ def test_ctrl_c_while_recording_keeps_the_complete_sequences(
     assert "3 sequences and 24 tokens are kept in" in err
     assert Trace.open(tmp_path / "t").num_tokens == 24
     assert [p.name for p in (tmp_path / "t").iterdir()] == ["trace-00000.safetensors"]
+
+
+def test_every_bad_file_is_one_line_and_exit_code_one(
+    cli: Cli, folder: Path, texts: list[Path], tmp_path: Path
+) -> None:
+    """Truncated and missing weights, a plan of another model, ids out of range, impossible budgets, no trace at all."""
+    import shutil
+
+    from safetensors.numpy import save_file
+
+    from hotset.storage import read_arrays
+
+    def refusal(*args: object) -> str:
+        code, out, err = cli(*args)
+        assert (code, out) == (1, ""), (args, err)
+        (line,) = [line for line in err.splitlines() if line.startswith("error:")]
+        assert "Traceback" not in err
+        return line
+
+    trace, plan = tmp_path / "trace", tmp_path / "plan.safetensors"
+    assert cli("record", folder, texts[0], "-o", trace)[0] == 0
+    assert cli("plan", trace, "--experts", 4, "-o", plan)[0] == 0
+
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    assert "cut short" in refusal("run", broken, "--prompt", "w3")
+    assert "cut short" in refusal("record", broken, texts[0], "-o", tmp_path / "a")
+    weights.unlink()
+    assert "wanted a safetensors checkpoint" in refusal("run", broken, "--prompt", "w3")
+
+    other = add_tokenizer(make_checkpoint("qwen3_moe", tmp_path / "other", seed=1))
+    assert "made for another model" in refusal("run", other, "--plan", plan, "--prompt", "w3")
+
+    assert "17 experts" in refusal("plan", trace, "--experts", 17)
+    assert "-1" in refusal("plan", trace, "--experts", "-1")
+    refusal("plan", trace, "--gpu-memory", "1TiB")
+    refusal("plan", trace, "--experts", 2, "--min-experts-per-layer", 4)
+
+    shard = next(trace.glob("*.safetensors"))
+    file = read_arrays(shard)
+    arrays = {name: array.copy() for name, array in file.arrays.items()}
+    arrays["expert_ids"][0, 0, 0] = 8
+    save_file(arrays, shard, metadata={key: json.dumps(value) for key, value in file.metadata.items()})
+    assert "expert id 8 in layer 0 is out of range: wanted 0 to 7" in refusal("show", trace)
+
+    assert "not a hotset trace" in refusal("plan", plan, "--experts", 4)
+    assert "not a safetensors file" in refusal("plan", __file__, "--experts", 4)
+    assert "No such file" in refusal("show", tmp_path / "absent")

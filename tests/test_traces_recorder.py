@@ -85,9 +85,9 @@ def test_gate_weights_are_kept_as_the_model_used_them_unless_told_not_to(folder:
 
 
 def test_windows_of_a_long_text_are_sequences_of_their_own(folder: Path, tmp_path: Path) -> None:
-    trace = record(folder, DOCUMENTS[:1], tmp_path / "t", max_tokens=2)
+    trace = record(folder, TEXTS[:1], tmp_path / "t", max_tokens=2)
     assert trace.sequence_start.tolist() == [0, 2, 4]
-    assert trace.metadata["sequence_source"] == ["d0"] * 3
+    assert trace.metadata["sequence_source"] == ["text"] * 3
 
 
 def test_decoding_records_prompt_and_steps_and_no_padding(folder: Path, tmp_path: Path) -> None:

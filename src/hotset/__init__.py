@@ -27,6 +27,7 @@ _PUBLIC = {
     "Residency": "hotset.residency",
     "load": "hotset.runtime.runtime",
     "record": "hotset.traces.recorder",
+    "read_documents": "hotset.traces.documents",
     "HotsetError": "hotset.errors",
     "ExpertNotOnHost": "hotset.errors",
     "plan": "hotset.planning.api",

@@ -63,7 +63,7 @@ class Progress:
 
 def record(
     model: Any,
-    documents: Iterable[Document],
+    documents: Iterable[Document | str],
     output: str | Path,
     *,
     tokenizer: Any = None,
@@ -80,7 +80,8 @@ def record(
 ) -> Trace:
     """Run the documents through the model and write the routing of every token to the folder `output`.
 
-    model: a folder or hub name, or a loaded Transformers model (then give its tokenizer too). Without `generate` each
+    model: a folder or hub name, or a loaded Transformers model (then give its tokenizer too). documents: texts, or
+    what `read_documents` makes of files. Without `generate` each
     document is teacher-forced, in windows of max_tokens, each a sequence of its own; with it, the document (its last
     max_tokens tokens) is the prompt of a decode, and both phases are recorded. Ctrl-C keeps what is complete.
 
@@ -110,7 +111,8 @@ def record(
         )
         started = time.perf_counter()
         with writer:
-            for batch in _batched(session.windows(documents, max_tokens), batch_size):
+            texts = (Document("text", text=d) if isinstance(d, str) else d for d in documents)
+            for batch in _batched(session.windows(texts, max_tokens), batch_size):
                 session.run(batch, writer)
                 if progress is not None:
                     seconds = time.perf_counter() - started
