@@ -45,6 +45,10 @@ class LayerDispatch:
         self.row = row
         self.module = module
 
+    def __deepcopy__(self, _memo: object) -> LayerDispatch:
+        """A copied module runs the same experts: there is one copy of them."""
+        return self
+
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
