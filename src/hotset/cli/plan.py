@@ -13,8 +13,8 @@ from hotset.cli.common import JSON_HELP, console, note, print_json, table
 STRATEGY_HELP = "certified, frequency, layer-balanced, coverage, cluster, uniform, front-loading or random."
 DEFAULT_STRATEGY = "certified"
 _MEASURED_ON = {
-    "held_out": "rates on held-out documents; score and gap on those planned with",
-    "in_sample": "rates on the documents planned with",
+    "held_out": "rates (misses per token) on held-out documents; score and gap on those planned with",
+    "in_sample": "rates (misses per token) on the documents planned with",
 }
 
 
@@ -32,9 +32,11 @@ def register(app: typer.Typer) -> None:
         previous: Path | None = typer.Option(None, help="The plan in use: among equal experts its residents stay."),
         min_experts_per_layer: int = typer.Option(0, help="Fewest experts of each layer."),
         max_experts_per_layer: int | None = typer.Option(None, help="Most experts of each layer."),
-        holdout: str | None = typer.Option(None, help="Plan on the other documents, report on this share, such as 1/3."),
+        holdout: str | None = typer.Option(None, help="Plan on the other documents, report on this share: 1/3."),
         context: int | None = typer.Option(None, help="Tokens of KV cache to count in the bytes shown."),
-        compare: str | None = typer.Option(None, help="Compare these strategies (a,b,c or all) at --budget; no plan is made."),
+        compare: str | None = typer.Option(
+            None, help="Compare strategies (a,b,c or all) at --budget; no plan is made."
+        ),
         budget: str = typer.Option("10%,25%,50%", help="With --compare: the budgets, shares or sizes."),
         seed: int = typer.Option(0, help="Seed of the random strategy and of the holdout split."),
         output: Path | None = typer.Option(
@@ -106,7 +108,7 @@ def _print_comparison(rows: list[dict[str, Any]]) -> None:
         "experts",
         "token-resident",
         "hit rate",
-        "misses/token",
+        "misses",
         "score",
         "gap",
         title=_MEASURED_ON[where],
@@ -125,6 +127,6 @@ def _print_comparison(rows: list[dict[str, Any]]) -> None:
             f"{rates['hit_rate']:.4f}",
             f"{rates['misses_per_token']:.2f}",
             f"{row['score']:,.6g}",
-            "" if row["gap"] is None else f"{row['gap'] * 100:.2f} %",
+            "" if row["gap"] is None else f"{row['gap'] * 100:.2f}%",
         )
     console().print(made)
