@@ -25,8 +25,9 @@ from hotset.planning.bound import (
     tightened,
 )
 from hotset.planning.budget import Budget
-from hotset.planning.layers import Layer, build_layer, over_layers, select_options
+from hotset.planning.layers import Layer, build_layer, select_options
 from hotset.planning.problem import Placement, Problem, fill
+from hotset.planning.threads import on_threads
 
 ENUMERATED_EXPERTS = 16
 """Layers of up to this many experts are solved by looking at every subset."""
@@ -87,7 +88,7 @@ class Prepared:
     def __init__(self, problem: Problem, enumerated_experts: int = ENUMERATED_EXPERTS) -> None:
         self._problem = problem
         self._enumerated = problem.shape[1] <= enumerated_experts
-        self._work = over_layers(lambda row: _prepare(problem, row, self._enumerated), range(problem.shape[0]))
+        self._work = on_threads(lambda row: _prepare(problem, row, self._enumerated), range(problem.shape[0]))
         pairs = sum(w.layer.sets.size * (w.layer.sets.shape[1] - 1) // 2 for w in self._work)
         self._may_tighten = not self._enumerated and pairs <= _PAIR_WORK
 
@@ -100,7 +101,7 @@ class Prepared:
         score = sum(w.layer.score(row) for w, row in zip(work, placed, strict=True))
         bound = _bound(problem, self._work)
         if self._may_tighten and bound > score * (1 + TARGET_GAP):
-            over_layers(_tighten, self._work)
+            on_threads(_tighten, self._work)
             self._may_tighten = False
             bound = min(bound, _bound(problem, self._work))
         wanted = problem.objective
