@@ -1,7 +1,7 @@
 """Planning at the size of DeepSeek-V3: 58 layers x 256 experts x top-8, a million tokens of made-up routing.
 
 Times `certified` with its bound beside `frequency`, `coverage` and `cluster` (each once, after a small run that
-compiles the loops), the peak resident memory of this process until then, and the three measures of a placement beside their
+compiles the loops), the peak resident memory of this process until then, and the three measures beside their
 vectorised torch counterparts on one layer: interleaved, median of several rounds, results checked equal beforehand.
 torch runs on as many threads as it takes by itself.
 """

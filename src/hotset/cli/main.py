@@ -11,7 +11,7 @@ from hotset.cli.common import note
 from hotset.errors import HotsetError
 
 # in the order of the pipeline, which is the order of `hotset --help`
-COMMANDS: tuple[str, ...] = ("plan", "show")
+COMMANDS: tuple[str, ...] = ("plan", "show", "report")
 
 
 def build_app() -> typer.Typer:

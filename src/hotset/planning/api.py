@@ -151,7 +151,7 @@ def _as_plan(
             *report.few_picks_warning(problem.counts, np.asarray(source.layer_ids)),
             *byte_notes,
         ],
-        "objective": wanted.as_dict(),
+        "objective_values": wanted.as_dict(),
         "selected_score_hit_rate": report.selected_score_hit_rate(mask, scores),
         "experts_per_layer": mask.sum(axis=1).tolist(),
         "bytes": tiers,
