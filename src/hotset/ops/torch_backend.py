@@ -1,7 +1,7 @@
 """`route_shed` and `split_by_residency` in plain torch operations, on any device.
 
 Nothing here waits for the device: no `.item()`, no `nonzero`, no boolean indexing, no shape that depends on data, so
-the calls can be captured into a CUDA graph. About 12 + 4 R launches; the Triton kernel does it in one. Contract:
+the calls can be captured into a CUDA graph. About 45 + 2 R launches; the Triton kernel does it in one. Contract:
 `hotset.ops.contract`. `torch.set_flush_denormal(True)` breaks it for subnormal scores, as would compiling this file
 with a compiler that reorders additions.
 """
