@@ -28,6 +28,8 @@ from hotset.ops import (
 )
 from tests.test_ops_route_shed import Case, bits, make_case, same_bits
 
+GPU_CHECK = Path(__file__).parents[1] / "tools" / "gpu_check.py"
+
 
 @pytest.fixture
 def _forget_choices() -> Iterator[None]:
@@ -181,8 +183,7 @@ def test_the_gpu_gives_the_cpus_bits_and_never_waits() -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device: tools/gpu_check.py runs this where there is one")
-    tool = Path(__file__).parents[1] / "tools" / "gpu_check.py"
-    done = subprocess.run([sys.executable, tool, "--quick"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, GPU_CHECK, "--quick"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -263,3 +264,37 @@ def test_the_metal_kernels_body_gives_the_references_bits(tmp_path: Path, dtype:
     wanted = route_shed(indices, scores, table, "reference")
     assert (bits(wanted.miss_scores) == 0x7FC0_0000).any()
     same_bits(routed, wanted)
+
+
+# -- the tool for machines with a GPU ----------------------------------------------------------------------------------
+
+
+def test_gpu_check_says_that_it_checked_nothing_where_there_is_no_gpu() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    done = subprocess.run([sys.executable, GPU_CHECK], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "finds no CUDA device here, so nothing was checked" in done.stderr
+    assert done.stdout == ""
+
+
+def test_gpu_checks_own_comparison_runs_on_the_cpu_too_and_finds_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    specification = importlib.util.spec_from_file_location("gpu_check", GPU_CHECK)
+    assert specification is not None
+    assert specification.loader is not None
+    tool = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(tool)
+    shapes = {"T": (1, 33), "R": (4,), "E": (8,), "share": (0.5,)}
+    assert tool.check_bits("torch", "cpu", shapes) == 2
+
+    def one_bit_off(*case: Any, backend: str) -> ShedRouting:
+        routed = route_shed(*case, backend=backend)
+        if backend == "torch":
+            routed.mix.view(torch.int32)[0, 0] ^= 1
+        return routed
+
+    monkeypatch.setattr(tool, "route_shed", one_bit_off)
+    with pytest.raises(AssertionError, match="1 values of mix differ, the first at"):
+        tool.check_bits("torch", "cpu", shapes)
