@@ -26,6 +26,7 @@ from hotset.ops import (
     route_shed,
     split_by_residency,
 )
+from hotset.ops.metal_source import METAL_BODY
 from tests.test_ops_route_shed import Case, bits, make_case, same_bits
 
 GPU_CHECK = Path(__file__).parents[1] / "tools" / "gpu_check.py"
@@ -247,9 +248,6 @@ def test_the_metal_kernels_body_gives_the_references_bits(tmp_path: Path, dtype:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler to compile the Metal kernel's body with")
-    pytest.importorskip("mlx.core")
-    from hotset.ops.mlx_backend import METAL_BODY
-
     source, library = tmp_path / "metal.cpp", tmp_path / "metal.so"
     source.write_text(METAL_AS_CPP.format(index=index, picks=6, body=METAL_BODY))
     flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Werror", "-shared", "-fPIC"]
