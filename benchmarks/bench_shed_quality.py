@@ -5,6 +5,8 @@ the perplexity of the unmodified model, which is checked first. "all" sheds what
 what a captured graph would do.
 
 Texts: --texts, by default demo/heldout; model: --model, by default demo/model. --plot writes a picture.
+With --trace (a trace with gate weights) no model runs: planned on two thirds of its documents, it shows how much gate
+mass the rest would drop and how many rows would still have to be served exactly.
 """
 
 from __future__ import annotations
@@ -73,8 +75,12 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, default=DEMO / "heldout", help="folder of .txt files")
     parser.add_argument("--tokens", type=int, default=16_384, help="tokens to measure on, for each point")
     parser.add_argument("--length", type=int, default=256, help="tokens of a window")
+    parser.add_argument("--trace", type=Path, help="a recorded trace with gate weights, instead of a model")
     parser.add_argument("--plot", type=Path, help="write the curves there (.svg or .png)")
     options = parser.parse_args()
+    if options.trace:
+        on_trace(options.trace, options.quick)
+        return
     texts = sorted(options.texts.glob("*.txt"))
     if len(texts) < 2 or not (options.model / "config.json").exists():
         sys.exit(
@@ -130,6 +136,49 @@ def main() -> None:
     if options.plot:
         plot(points, options.plot)
     print_json_line(unmodified_perplexity=unmodified, points=points)
+
+
+def on_trace(path: Path, quick: bool) -> None:
+    """Mass and rows over a recorded trace, every layer, per share of experts resident."""
+    import hotset
+    from hotset.ops import ShedLedger, ShedPolicy
+
+    planned, held = hotset.Trace.open(path).split()
+    if held.weights is None:
+        sys.exit(f"bench_shed_quality: {path} has no gate weights: record it again with this version")
+    tokens = min(held.num_tokens, 1_000 if quick else held.num_tokens)
+    print_header(
+        "bench_shed_quality: gate mass over a recorded trace", trace=path.stem, layers=held.num_layers, tokens=tokens
+    )
+    heads = ("resident", "keep_mass", "mass dropped", "rows resident", "rows shed", "served exactly")
+    print(" ".join(f"{head:>{max(len(head), 8)}}" for head in heads))
+    points = []
+    for share in SHARES:
+        mask = hotset.plan(planned, fraction=share).gpu_experts_mask
+        for bound in (0.9, 0.5) if quick else KEEP_MASS:
+            ledger = ShedLedger(held.num_layers)
+            for row in range(held.num_layers):
+                table = np.where(mask[row], np.cumsum(mask[row]) - 1, -1).astype(np.int32)
+                weights = held.layer_weights(row)
+                assert weights is not None
+                case = held.layer(row)[:tokens].astype(np.int32), weights[:tokens].astype(np.float32), table
+                ledger.record(row, ShedPolicy(bound).apply(*case))
+            totals = ledger.totals()
+            rows = totals.tokens.sum()
+            point = {
+                "share": share,
+                "keep_mass": bound,
+                "dropped_mass": float(totals.dropped_mass.sum() / totals.mass.sum()),
+                "shed_rows": float(totals.shed_rows.sum() / rows),
+                "rows_over_limit": float(totals.rows_over_limit.sum() / rows),
+            }
+            points.append(point)
+            resident = 1 - point["shed_rows"] - point["rows_over_limit"]
+            print(
+                f"{share:>8.0%} {bound:>9} {point['dropped_mass']:>12.2%} {resident:>13.2%} {point['shed_rows']:>9.2%} "
+                f"{point['rows_over_limit']:>14.2%}"
+            )
+    print_json_line(trace=path.stem, points=points)
 
 
 def plot(points: list[dict[str, Any]], path: Path) -> None:

@@ -32,9 +32,10 @@ accumulator, subnormal numbers not flushed. What follows from it:
 - A row without a miss passes through: mix is scores, bit for bit (NaN apart, see below).
 - Where sum_kept == 0 the kept picks carry no mass that could be scaled: mix is their scores (in general all zero) and
   no NaN is made of finite scores.
-- Infinity, NaN and negative scores are not refused; they go through the arithmetic above as IEEE 754 says. A row whose
-  sums are finite, not negative and not subnormal keeps its mass: the mix of a row sums to sum_all within a few
-  roundings.
+- Infinity, NaN and negative scores are not refused; they go through the arithmetic above as IEEE 754 says.
+- Where no score is negative, sum_kept is a normal number and ratio is finite, the row keeps its mass: mix sums to
+  sum_all within a few roundings. Where the kept mass is less than about 2^-128 of the whole, ratio overflows and mix
+  is infinite: bound the kept mass (`hotset.ops.ShedPolicy`).
 - The order of misses: +inf first, -0 and +0 equal, -inf last of the numbers, NaN after every number.
 - Any NaN in `mix` or `miss_scores` is the one with bits 0x7FC00000, since machines differ in the NaN that they make.
   -0 in `miss_scores` stays -0.
