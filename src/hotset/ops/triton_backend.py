@@ -92,7 +92,7 @@ def route_shed_kernel(  # type: ignore[no-untyped-def]
         key_r = _order_key(score_r, missed_r)[:, None]
         rank += ((key_r > key) | ((key_r == key) & (r < column)[None, :])).to(tl.int32)
 
-    # a quotient that is not used must not be a division by zero either: some debuggers trap it
+    # rows that are not scaled divide by 1 and drop the quotient
     scaled = (misses > 0) & (sum_kept != 0.0)
     ratio = tl.where(scaled, tl.div_rn(sum_all, tl.where(scaled, sum_kept, 1.0)), 1.0)
     share = score * ratio[:, None]
