@@ -105,6 +105,8 @@ class Arguments(NamedTuple):
 
 def check_arguments(where: str, indices: Any, scores: Any, slot_table: Any) -> Arguments:
     """Hold the arguments against the contract. Raises OpsError: what, got, wanted, what to do."""
+    if _is_fine_numpy(indices, scores, slot_table):
+        return _NUMPY
     kind = _kind(where, "indices", indices)
     named = (("indices", indices), ("scores", scores), ("slot_table", slot_table))
     for name, array in named[1:]:
@@ -155,6 +157,26 @@ def name_kind(array: Any) -> Kind | None:
 
 _NUMPY = Arguments("numpy", "cpu")
 _MLX = Arguments("mlx", "mlx")
+
+
+_INDEX_TYPES = frozenset(map(np.dtype, INDEX_DTYPES))
+_FLOAT32, _INT32 = np.dtype(np.float32), np.dtype(np.int32)
+
+
+def _is_fine_numpy(indices: Any, scores: Any, slot_table: Any) -> bool:
+    """The same conditions for NumPy arrays in 1 us instead of 7: this runs once per layer and token."""
+    return (
+        type(indices) is type(scores) is type(slot_table) is np.ndarray
+        and indices.ndim == 2
+        and indices.shape == scores.shape
+        and slot_table.ndim == 1
+        and len(slot_table) > 0
+        and 1 <= indices.shape[1] <= MAX_PICKS
+        and indices.dtype in _INDEX_TYPES
+        and scores.dtype == _FLOAT32
+        and slot_table.dtype == _INT32
+        and all(array.flags.c_contiguous and array.flags.aligned for array in (indices, scores, slot_table))
+    )
 
 
 def _kind(where: str, name: str, array: Any) -> Kind:

@@ -31,7 +31,7 @@ def route_shed(indices: NDArray[Any], scores: NDArray[np.float32], slot_table: N
     result = ShedRouting(
         np.empty(shape, np.uint32), np.empty(shape, np.float32), np.empty(shape, np.int32), np.empty(shape, np.float32)
     )
-    kernel(shape[1], indices.dtype.name)(
+    kernel(shape[1], indices.dtype)(
         indices.reshape(-1),
         scores.reshape(-1),
         slot_table,
@@ -44,7 +44,7 @@ def route_shed(indices: NDArray[Any], scores: NDArray[np.float32], slot_table: N
 
 
 @cache
-def kernel(num_picks: int, index_dtype: str) -> Callable[..., None]:
+def kernel(num_picks: int, index_dtype: np.dtype[Any]) -> Callable[..., None]:
     """The compiled kernel for R = `num_picks`; takes the seven arrays flattened."""
     picks = np.uint64(num_picks)
     none, one_more = np.uint64(0), np.uint64(1)
@@ -52,7 +52,7 @@ def kernel(num_picks: int, index_dtype: str) -> Callable[..., None]:
     nan = np.uint32(CANONICAL_NAN_BITS).view(np.float32)
     absent = np.int32(-1)
     # ids are clipped in their own type; an int32 needs no clipping and LLVM drops it
-    index_type = np.dtype(index_dtype).type
+    index_type = index_dtype.type
     low, high = index_type(max(INT32_MIN, np.iinfo(index_type).min)), index_type(INT32_MAX)
 
     # unsigned positions throughout: Numba would otherwise test each index for a negative one
