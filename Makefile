@@ -31,6 +31,9 @@ docs: $(STAMP)
 docs-check: $(STAMP)
 	$(BIN)/python tools/docs.py --check
 
+gpu-check: $(STAMP)
+	$(BIN)/python tools/gpu_check.py
+
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache
 

@@ -58,6 +58,17 @@ def test_holdout_is_reported(trace_file: Path) -> None:
     assert printed["held_out"]["documents"] == 1
 
 
+def test_compare_prints_and_saves_the_table(trace_file: Path, tmp_path: Path) -> None:
+    arguments = ("plan", trace_file, "--compare", "certified,frequency", "--budget", "25%,12KiB", "--holdout", "1/3")
+    text = run(*arguments, "-o", tmp_path / "table.json")
+    assert text.count("certified") == 2
+    assert "12 KiB" in text
+    saved = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert saved == json.loads(run(*arguments, "--json"))
+    assert [row["experts"] for row in saved] == [6, 6, 12, 12]
+    run(*arguments, "--experts", 3, code=2)
+
+
 def test_show_prints_a_trace(trace_file: Path) -> None:
     text = run("show", trace_file)
     assert "3 MoE layers x 8 experts, top-2" in text

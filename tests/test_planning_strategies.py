@@ -8,7 +8,12 @@ from numpy.typing import NDArray
 
 import hotset
 from hotset import Counts, Plan, Trace
-from hotset.errors import PlanError, TraceError
+from hotset.cli.plan import DEFAULT_STRATEGY as cli_default
+from hotset.cli.plan import STRATEGY_HELP
+from hotset.errors import BudgetError, PlanError, TraceError
+from hotset.planning.api import DEFAULT_STRATEGY as api_default
+from hotset.planning.compare import compare
+from hotset.planning.strategies import STRATEGIES
 
 # three layers x four experts x top-2; layer 2 never picks expert 3
 IDS = np.array(
@@ -161,6 +166,66 @@ def test_a_plan_on_part_of_the_documents_reports_on_the_others() -> None:
     planned, held = small_trace().split(1 / 3, 0)
     assert made.trace_fingerprint == planned.fingerprint
     assert made.report["held_out"]["hit_rate"] == hotset.gpu_hit_rate(made, held)
+    uniform = hotset.plan(planned, experts=6, strategy="uniform")
+    assert made.report["held_out"]["uniform"]["hit_rate"] == hotset.gpu_hit_rate(uniform, held)
+    best = hotset.plan(held, experts=6, strategy="certified")
+    assert made.report["held_out"]["best_static"]["token_resident_rate"] == hotset.token_resident_rate(best, held)
+
+
+def test_the_report_counts_bytes_of_each_tier() -> None:
+    trace = Trace.from_arrays(
+        IDS,
+        num_experts=4,
+        expert_bytes=SIZES,
+        metadata={"non_expert_bytes": 1000, "kv_bytes_per_token": 7},
+    )
+    made = hotset.plan(trace, experts_per_layer=[2, 2, 0], strategy="frequency", context_length=10)
+    # layer 1: experts 0, 1 of 3 bytes; layer 2: 2, 3 of 4; three slot tables of four int32
+    assert made.report["bytes"] == {
+        "gpu": {"experts": 14, "non_expert": 1000, "kv_cache": 70, "arena_overhead": 48, "total": 1132},
+        "host": {"experts": int(SIZES.sum()) - 14},
+        "context_length": 10,
+    }
+    # slots are as large as the layer's largest resident: experts 0 (5 bytes) and 1 (1 byte) take two slots of 5
+    made = hotset.plan(trace, experts_per_layer=[0, 0, 2], strategy="frequency")
+    assert made.report["bytes"]["gpu"]["arena_overhead"] == 48 + 4
+
+
+def test_a_context_without_known_cache_size_is_said_and_left_out() -> None:
+    made = hotset.plan(small_trace(SIZES), experts=3, strategy="frequency", context_length=10)
+    assert made.report["bytes"]["gpu"]["kv_cache"] is None
+    assert any("KV cache" in sentence for sentence in made.report["notes"])
+
+
+def test_layers_with_few_picks_are_warned_about() -> None:
+    # 5 tokens x 2 picks over 4 experts: 2.5 picks per expert, far below 20
+    notes = hotset.plan(small_trace(), experts=3, strategy="frequency").report["notes"]
+    assert any("3 of 3 layers saw under 20 picks per expert" in sentence for sentence in notes)
+    many = Trace.from_arrays(np.tile(IDS, (1, 8, 1)), num_experts=4)
+    assert hotset.plan(many, experts=3, strategy="frequency").report["notes"] == []
+
+
+def test_a_comparison_has_a_row_for_each_strategy_and_budget() -> None:
+    rows = compare(small_trace(), ["certified", "frequency"], ["25%", "50%"], holdout=1 / 3)
+    assert [(r["budget"], r["strategy"]) for r in rows] == [
+        ("25.0 %", "certified"),
+        ("25.0 %", "frequency"),
+        ("50.0 %", "certified"),
+        ("50.0 %", "frequency"),
+    ]
+    planned, held = small_trace().split(1 / 3, 0)
+    for row in rows:
+        alone = hotset.plan(planned, fraction=row["budget"].replace(" ", ""), strategy=row["strategy"])
+        assert row["score"] == alone.score
+        assert row["held_out"]["hit_rate"] == hotset.gpu_hit_rate(alone, held)
+        assert row["bound"] >= row["score"]
+    assert {r["strategy"] for r in compare(small_trace(), ["all"], ["25%"])} == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("budget", ["12", "x%", "5 parsecs", ""])
+def test_a_budget_of_a_comparison_has_a_unit(budget: str) -> None:
+    with pytest.raises(BudgetError):
+        compare(small_trace(), ["frequency"], [budget])
 
 
 @pytest.mark.parametrize(
@@ -173,11 +238,16 @@ def test_a_plan_on_part_of_the_documents_reports_on_the_others() -> None:
         ({"objective": (1, 2, 3)}, "not a name or two numbers"),
         ({"objective": (float("nan"), 1)}, "two finite values"),
         ({"objective": "decode-time"}, "decode-time needs a machine"),
+        ({"previous_scores": np.ones((3, 4))}, "certified does not look at previous_scores"),
+        ({"context_length": -1}, "context_length is -1"),
         ({"alpha": 1.5}, "alpha is 1.5"),
         ({"alpha": float("nan")}, "alpha is nan"),
-        ({"previous_scores": np.ones((2, 2))}, r"previous_scores has shape \(2, 2\): wanted that of the counts"),
-        ({"previous_scores": np.full((3, 4), np.nan)}, "not finite numbers"),
-        ({"previous_scores": -np.ones((3, 4))}, "not finite numbers of 0 or more"),
+        (
+            {"strategy": "layer-balanced", "previous_scores": np.ones((2, 2))},
+            r"previous_scores has shape \(2, 2\): wanted that of the counts",
+        ),
+        ({"strategy": "layer-balanced", "previous_scores": np.full((3, 4), np.nan)}, "not finite numbers"),
+        ({"strategy": "layer-balanced", "previous_scores": -np.ones((3, 4))}, "not finite numbers of 0 or more"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(arguments: dict[str, object], message: str) -> None:
@@ -230,7 +300,7 @@ class TestCertified(StrategyContract):
 
     def test_counts_for_hit_rate_are_solved_exactly(self) -> None:
         made = self.make(skewed_trace(3).to_counts(), experts=9, objective="hit-rate")
-        assert made.report["notes"] == []
+        assert not any("hit rate instead" in sentence for sentence in made.report["notes"])
         assert made.bound == made.score
 
 
@@ -282,3 +352,12 @@ class TestCluster(StrategyContract):
         frequency = hotset.plan(skewed_trace(3).to_counts(), experts=9, strategy="frequency")
         assert np.array_equal(made.gpu_experts_mask, frequency.gpu_experts_mask)
         assert any("cluster needs tokens" in sentence for sentence in made.report["notes"])
+
+
+def test_every_strategy_has_a_contract() -> None:
+    assert {case.strategy for case in StrategyContract.__subclasses__()} == set(STRATEGIES)
+
+
+def test_help_names_every_strategy() -> None:
+    assert all(name in STRATEGY_HELP for name in STRATEGIES)
+    assert cli_default == api_default

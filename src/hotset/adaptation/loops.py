@@ -8,6 +8,7 @@ this file or residency.py, delete `__pycache__/*.nb?`.
 
 from __future__ import annotations
 
+import numpy as np
 from numba import njit
 
 from hotset import residency
@@ -60,9 +61,15 @@ def serve(a, row, picks, served):
 # -- tracker -------------------------------------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True)
 def first_bad_id(ids, num_experts):
     """Flat index of the first id of [T, K] outside [-1, E), or -1."""
+    lowest = highest = 0
+    for t in range(ids.shape[0]):
+        for k in range(ids.shape[1]):
+            lowest, highest = min(lowest, ids[t, k]), max(highest, ids[t, k])
+    if lowest >= -1 and highest < num_experts:
+        return -1
     for t in range(ids.shape[0]):
         for k in range(ids.shape[1]):
             if ids[t, k] < -1 or ids[t, k] >= num_experts:
@@ -74,14 +81,13 @@ def first_bad_id(ids, num_experts):
 def observe(h, row, ids):
     """Add the tokens of ids [T, K] to the row's averages, one after the other.
 
-    h.slow[e] / h.scale[0] is the average: multiplying the scale by 1 / decay decays all experts at once, so that a
-    token touches its own picks only.
+    h.sums[e, j] / h.scale[j] is average j (0 slow, 1 fast) of expert e: dividing the scale by the decay decays all
+    experts at once, so that a token touches its own picks only.
     """
-    slow, fast = h.slow[row], h.fast[row]
+    sums = h.sums[row]
     slow_scale, fast_scale = h.scale[row, 0], h.scale[row, 1]
     slow_growth, fast_growth = 1.0 / h.decay[0], 1.0 / h.decay[1]
     slow_share, fast_share = 1.0 - h.decay[0], 1.0 - h.decay[1]
-    two = h.fast_weight[0] > 0.0
     for t in range(ids.shape[0]):
         routed = False
         for k in range(ids.shape[1]):
@@ -92,24 +98,111 @@ def observe(h, row, ids):
                 routed = True
                 slow_scale *= slow_growth
                 if slow_scale > RESCALE_ABOVE:
-                    slow /= slow_scale
+                    sums[:, 0] /= slow_scale
                     slow_scale = 1.0
-                if two:
-                    fast_scale *= fast_growth
-                    if fast_scale > RESCALE_ABOVE:
-                        fast /= fast_scale
-                        fast_scale = 1.0
-            slow[expert] += slow_share * slow_scale
-            if two:
-                fast[expert] += fast_share * fast_scale
+                fast_scale *= fast_growth
+                if fast_scale > RESCALE_ABOVE:
+                    sums[:, 1] /= fast_scale
+                    fast_scale = 1.0
+            sums[expert, 0] += slow_share * slow_scale
+            sums[expert, 1] += fast_share * fast_scale
     h.scale[row, 0] = slow_scale
     h.scale[row, 1] = fast_scale
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True)
+def _room(scale, growth):
+    """Tokens for which a scale may grow before it must be divided out."""
+    return max(1, int(np.log(RESCALE_ABOVE / scale) / np.log(growth)))
+
+
+@njit(cache=True, nogil=True)
+def _add_slow(sums, ids, scale, growth, share):
+    """Add tokens to the slow average; the scale afterwards. An unsigned index turns -1 into the largest."""
+    spare = np.uint64(len(sums) - 1)
+    for t in range(ids.shape[0]):
+        scale *= growth
+        weight = share * scale
+        for k in range(ids.shape[1]):
+            sums[min(np.uint64(ids[t, k]), spare), 0] += weight
+    return scale
+
+
+@njit(cache=True, nogil=True)
+def _add_both(sums, ids, slow_scale, slow_growth, slow_share, fast_scale, fast_growth, fast_share):
+    """Add tokens to both averages; the scales afterwards."""
+    spare = np.uint64(len(sums) - 1)
+    for t in range(ids.shape[0]):
+        slow_scale *= slow_growth
+        fast_scale *= fast_growth
+        slow, fast = slow_share * slow_scale, fast_share * fast_scale
+        for k in range(ids.shape[1]):
+            expert = min(np.uint64(ids[t, k]), spare)
+            sums[expert, 0] += slow
+            sums[expert, 1] += fast
+    return slow_scale, fast_scale
+
+
+@njit(cache=True, nogil=True)
+def _observe_full(h, row, ids):
+    """`observe` for many tokens all of whose picks are real: no test per pick, and nothing that has faded away.
+
+    Two liberties, both below the rounding of a float64: tokens so old that their whole weight is under 2 ** -60 are
+    left out, and the fast average starts where its own memory does. Ids outside [0, E) go to the spare entry E, for the
+    caller to find; False where one did.
+    """
+    num_experts = h.sums.shape[1] - 1
+    sums = h.sums[row]
+    num_tokens = len(ids)
+    slow_growth, fast_growth = 1.0 / h.decay[0], 1.0 / h.decay[1]
+    slow_begin = max(0, num_tokens - int(60 * np.log(2.0) / np.log(slow_growth)))
+    fast_begin = max(slow_begin, num_tokens - int(60 * np.log(2.0) / np.log(fast_growth)))
+    if h.fast_weight[0] == 0.0:
+        fast_begin = num_tokens  # nobody will ask for it
+    if slow_begin > 0:
+        if first_bad_id(ids[:slow_begin], num_experts) >= 0:
+            return False
+        sums[:, 0] = 0.0
+        h.scale[row, 0] = 1.0
+    if fast_begin > 0:
+        sums[:, 1] = 0.0
+        h.scale[row, 1] = 1.0
+    slow_scale, slow_share = h.scale[row, 0], 1.0 - h.decay[0]
+    fast_scale, fast_share = h.scale[row, 1], 1.0 - h.decay[1]
+    t = slow_begin
+    while t < num_tokens:
+        both = t >= fast_begin
+        stop = min(num_tokens if both else fast_begin, t + _room(slow_scale, slow_growth))
+        if both:
+            stop = min(stop, t + _room(fast_scale, fast_growth))
+            slow_scale, fast_scale = _add_both(
+                sums, ids[t:stop], slow_scale, slow_growth, slow_share, fast_scale, fast_growth, fast_share
+            )
+        else:
+            slow_scale = _add_slow(sums, ids[t:stop], slow_scale, slow_growth, slow_share)
+        t = stop
+        if slow_scale > RESCALE_ABOVE / (2.0 * slow_growth):
+            sums[:, 0] /= slow_scale
+            slow_scale = 1.0
+        if fast_scale > RESCALE_ABOVE / (2.0 * fast_growth):
+            sums[:, 1] /= fast_scale
+            fast_scale = 1.0
+    h.scale[row, 0] = slow_scale
+    h.scale[row, 1] = fast_scale
+    return sums[num_experts, 0] == 0.0
+
+
+@njit(cache=True, nogil=True)
 def check_and_observe(h, row, ids):
     """`observe` where every id is in range; otherwise nothing but the flat index of the first that is not."""
-    bad = first_bad_id(ids, h.slow.shape[1])
+    num_experts = h.sums.shape[1] - 1
+    if ids.size >= 4 * num_experts:
+        before, scale = h.sums[row].copy(), h.scale[row].copy()
+        if _observe_full(h, row, ids):
+            return -1
+        h.sums[row] = before
+        h.scale[row] = scale
+    bad = first_bad_id(ids, num_experts)
     if bad < 0:
         observe(h, row, ids)
     return bad
@@ -119,10 +212,8 @@ def check_and_observe(h, row, ids):
 def hotness(h, row, expert):
     """The expert's blended average: (1 - w) * slow + w * fast."""
     w = h.fast_weight[0]
-    value = (1.0 - w) * (h.slow[row, expert] / h.scale[row, 0])
-    if w > 0.0:
-        value += w * (h.fast[row, expert] / h.scale[row, 1])
-    return value
+    slow, fast = h.sums[row, expert, 0] / h.scale[row, 0], h.sums[row, expert, 1] / h.scale[row, 1]
+    return (1.0 - w) * slow + w * fast
 
 
 # -- rebalancer ----------------------------------------------------------------------------------------------
@@ -149,7 +240,7 @@ def coldest(a, h, r, row):
         if its_row != last_row:
             last_row = its_row
             slow_factor, fast_factor = (1.0 - w) / h.scale[its_row, 0], w / h.scale[its_row, 1]
-        value = slow_factor * h.slow[its_row, expert] + fast_factor * h.fast[its_row, expert]
+        value = slow_factor * h.sums[its_row, expert, 0] + fast_factor * h.sums[its_row, expert, 1]
         if best_key != ABSENT and value >= best:
             continue
         if a.users[its_row, expert] > 0 or r.clock[its_row] - r.loaded_at[its_row, expert] < r.min_dwell[0]:

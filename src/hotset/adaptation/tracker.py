@@ -29,10 +29,8 @@ DEFAULT_FAST_WEIGHT = 0.2
 class HotnessArrays(NamedTuple):
     """The state, as arrays that compiled code can work on. An average is its sum divided by its scale."""
 
-    slow: NDArray[np.float64]
-    """[L, E] lazily decayed sums of the slow average."""
-    fast: NDArray[np.float64]
-    """[L, E] the same of the fast one; all 0 while fast_weight is 0."""
+    sums: NDArray[np.float64]
+    """[L, E + 1, 2] lazily decayed sums of the slow and of the fast average. Entry E is spare: 0 between calls."""
     scale: NDArray[np.float64]
     """[L, 2] scale of the slow and of the fast sums."""
     decay: NDArray[np.float64]
@@ -83,8 +81,7 @@ class EmaHotnessTracker:
             raise PolicyError(f"layer_ids {self.layer_ids.tolist()} do not name {num_layers} distinct layers")
         self._row_of = {int(layer): row for row, layer in enumerate(self.layer_ids)}
         self.arrays = HotnessArrays(
-            slow=np.zeros((num_layers, num_experts)),
-            fast=np.zeros((num_layers, num_experts)),
+            sums=np.zeros((num_layers, num_experts + 1, 2)),
             scale=np.ones((num_layers, 2)),
             decay=np.array([decay, fast_decay], np.float64),
             fast_weight=np.array([fast_weight], np.float64),
@@ -136,17 +133,16 @@ class EmaHotnessTracker:
 
     def set_hotness(self, probability: NDArray[np.float64]) -> None:
         """Make both averages equal to `probability` [L, E]."""
-        self.arrays.slow[:] = probability
-        self.arrays.fast[:] = probability if self.arrays.fast_weight[0] > 0 else 0.0
+        self.arrays.sums[:, :-1] = probability[:, :, None]
         self.arrays.scale[:] = 1.0
 
     # -- answers -------------------------------------------------------------------------------------------
 
     def hotness(self) -> NDArray[np.float64]:
         """[L, E] the blended averages as they are now."""
-        a = self.arrays
-        w = a.fast_weight[0]
-        blended: NDArray[np.float64] = (1.0 - w) * (a.slow / a.scale[:, :1]) + w * (a.fast / a.scale[:, 1:])
+        w = self.arrays.fast_weight[0]
+        slow, fast = np.moveaxis(self.arrays.sums[:, :-1] / self.arrays.scale[:, None, :], 2, 0)
+        blended: NDArray[np.float64] = (1.0 - w) * slow + w * fast
         return blended
 
     def mask(
@@ -175,8 +171,7 @@ class EmaHotnessTracker:
     def save(self, path: str | Path) -> None:
         """Write the state as one safetensors file, by way of a temporary name."""
         a = self.arrays
-        arrays: dict[str, NDArray[Any]] = {"slow": a.slow, "fast": a.fast, "scale": a.scale}
-        arrays["layer_ids"] = self.layer_ids
+        arrays: dict[str, NDArray[Any]] = {"sums": a.sums, "scale": a.scale, "layer_ids": self.layer_ids}
         settings = {"decay": a.decay[0], "fast_decay": a.decay[1], "fast_weight": a.fast_weight[0]}
         metadata = {"format": FORMAT, "version": VERSION, "settings": settings}
         wrap_format_errors(PolicyError, lambda: write_arrays(path, arrays, metadata))
@@ -187,19 +182,21 @@ class EmaHotnessTracker:
         file = wrap_format_errors(PolicyError, lambda: read_arrays(path))
         if file.metadata.get("format") != FORMAT or file.metadata.get("version") != VERSION:
             raise PolicyError(f"{path}: not a tracker state of version {VERSION}")
-        slow, fast, scale, layer_ids = wrap_format_errors(
+        sums, scale, layer_ids = wrap_format_errors(
             PolicyError,
             lambda: (
-                file.take("slow", np.float64, 2),
-                file.take("fast", np.float64, 2),
+                file.take("sums", np.float64, 3),
                 file.take("scale", np.float64, 2),
                 file.take("layer_ids", np.int32, 1),
             ),
         )
-        if fast.shape != slow.shape or scale.shape != (len(slow), 2) or len(layer_ids) != len(slow):
+        num_layers = len(layer_ids)
+        if len(sums) != num_layers or sums.shape[1] < 2 or sums.shape[2] != 2 or scale.shape != (num_layers, 2):
             raise PolicyError(f"{path}: the arrays of the tracker state disagree in shape")
-        tracker = EmaHotnessTracker(*slow.shape, **file.metadata["settings"], layer_ids=layer_ids.copy())
-        tracker.arrays.slow[:], tracker.arrays.fast[:], tracker.arrays.scale[:] = slow, fast, scale
+        tracker = EmaHotnessTracker(
+            num_layers, sums.shape[1] - 1, **file.metadata["settings"], layer_ids=layer_ids.copy()
+        )
+        tracker.arrays.sums[:], tracker.arrays.scale[:] = sums, scale
         return tracker
 
 
@@ -225,7 +222,7 @@ def top_per_layer(
 def as_numpy(value: Any) -> NDArray[Any]:
     """A NumPy array of NumPy, torch or list input; a torch tensor on the CPU is not copied."""
     if "torch" in sys.modules and type(value).__module__.split(".")[0] == "torch":
-        value = value.detach().cpu().numpy()
+        value = value.numpy(force=True)
     return np.asarray(value)
 
 
@@ -234,6 +231,8 @@ def as_picks(expert_ids: Any) -> NDArray[Any]:
     ids = expert_ids if isinstance(expert_ids, np.ndarray) else as_numpy(expert_ids)
     if ids.dtype.kind not in "iu":
         raise PolicyError(f"expert_ids have dtype {ids.dtype}: wanted integers")
+    if not ids.flags.c_contiguous:  # compiled code is specialised for the layout: do not build one for every stride
+        ids = np.ascontiguousarray(ids)
     if ids.ndim == 1:
         return ids[None, :]
     if ids.ndim != 2:

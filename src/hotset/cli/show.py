@@ -13,7 +13,7 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def show(
         file: Path = typer.Argument(help="A trace or a plan."),
-        trace: Path = typer.Option(None, help="With a plan: the trace whose heat to draw under it."),
+        trace: Path | None = typer.Option(None, help="With a plan: the trace whose heat to draw under it."),
         as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
     ) -> None:
         """Print a trace or a plan: sizes, counts per layer, and a heat map of layers x experts."""

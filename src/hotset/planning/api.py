@@ -13,8 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from hotset.core import Counts, Machine, Plan, Trace
 from hotset.errors import BudgetError, PlanError
+from hotset.planning import report
 from hotset.planning.budget import Budget, resolve_budget
-from hotset.planning.measures import Measured, is_torch, measure, to_numpy
+from hotset.planning.measures import is_torch, measure, to_numpy
 from hotset.planning.objective import Objective, resolve_objective
 from hotset.planning.problem import Placement, Problem
 from hotset.planning.strategies import strategy as find_strategy
@@ -38,6 +39,7 @@ def plan(
     min_experts_per_layer: int = 0,
     max_experts_per_layer: int | None = None,
     holdout: float | None = None,
+    context_length: int | None = None,
     seed: int = 0,
 ) -> Plan:
     """Choose the experts that live in GPU memory.
@@ -48,11 +50,17 @@ def plan(
     objective: "whole-token", "hit-rate", "decode-time" (needs `machine`), or (hit_value, resident_value).
     previous: the plan before: among equal experts its residents stay, and the report counts the moves.
     previous_scores, alpha: [L, E] scores of the window before; layer-balanced ranks by alpha * new + (1 - alpha) * old.
-    holdout: plan on the other documents and report on this share of them (`Trace.split(holdout, seed)`).
+    holdout: plan on the other documents and report on this share of them (`Trace.split(holdout, seed)`), beside uniform
+    and beside the best static mask, which is planned on the held-out part itself.
+    context_length: tokens of KV cache to count in the report's bytes.
     seed: for the random strategy and for the split.
 
     Raises BudgetError, PlanError, or TraceError, one line each.
     """
+    if previous_scores is not None and strategy != "layer-balanced":
+        raise PlanError(f"strategy {strategy} does not look at previous_scores: leave them out, or use layer-balanced")
+    if context_length is not None and context_length < 0:
+        raise PlanError(f"context_length is {context_length}: wanted a number of tokens")
     held_out = None
     if holdout is not None:
         if not isinstance(source, Trace):
@@ -79,7 +87,7 @@ def plan(
     )
     placement = find_strategy(strategy)(problem)
     check_placement(problem.budget, placement.mask)
-    return _as_plan(source, held_out, problem, placement, strategy, previous)
+    return _as_plan(source, held_out, problem, placement, strategy, previous, context_length)
 
 
 def build_problem(
@@ -94,6 +102,7 @@ def build_problem(
     seed: int = 0,
 ) -> Problem:
     """What a strategy is given, validated. Raises PlanError."""
+    alpha = _alpha(alpha)
     notes: list[str] = []
     shape = (source.num_layers, source.num_experts)
     wanted = resolve_objective(objective, machine, source.expert_bytes)
@@ -109,7 +118,7 @@ def build_problem(
         objective=wanted,
         previous_mask=None if previous is None else previous.gpu_experts_mask,
         previous_scores=None if previous_scores is None else _scores("previous_scores", previous_scores, shape),
-        alpha=_alpha(alpha),
+        alpha=alpha,
         seed=seed,
         notes=tuple(notes),
     )
@@ -130,25 +139,41 @@ def _as_plan(
     placement: Placement,
     strategy: str,
     previous: Plan | None,
+    context_length: int | None,
 ) -> Plan:
     mask, wanted = placement.mask, problem.objective
-    report: dict[str, Any] = {
-        "notes": [*problem.notes, *placement.notes],
-        "objective": wanted.as_dict(),
+    scores = problem.counts if placement.scores is None else placement.scores
+    tiers, byte_notes = report.tier_bytes(mask, source, context_length)
+    facts: dict[str, Any] = {
+        "notes": [
+            *problem.notes,
+            *placement.notes,
+            *report.few_picks_warning(problem.counts, np.asarray(source.layer_ids)),
+            *byte_notes,
+        ],
+        "objective_values": wanted.as_dict(),
+        "selected_score_hit_rate": report.selected_score_hit_rate(mask, scores),
         "experts_per_layer": mask.sum(axis=1).tolist(),
+        "bytes": tiers,
     }
     if isinstance(source, Trace):
         measured = measure(mask, source)
         score = measured.score(wanted.hit_value, wanted.resident_value)
-        report["in_sample"] = rates(measured, source)
+        facts["in_sample"] = report.rates(measured, source)
     else:
         score = wanted.hit_value * float(problem.counts[mask].sum())
-        total = float(problem.counts.sum())
-        report["in_sample"] = {"hit_rate": float(problem.counts[mask].sum()) / total if total else 0.0}
+        facts["in_sample"] = {"hit_rate": report.selected_score_hit_rate(mask, problem.counts)}
     if held_out is not None:
-        report["held_out"] = rates(measure(mask, held_out), held_out)
+        best = find_strategy("certified")(
+            build_problem(held_out, problem.budget, (wanted.hit_value, wanted.resident_value))
+        )
+        facts["held_out"] = {
+            **report.rates_on(mask, held_out),
+            "uniform": report.rates_on(find_strategy("uniform")(problem).mask, held_out),
+            "best_static": report.rates_on(best.mask, held_out),
+        }
     if previous is not None:
-        report["moves"] = {
+        facts["moves"] = {
             "to_gpu": int((mask & ~previous.gpu_experts_mask).sum()),
             "to_host": int((previous.gpu_experts_mask & ~mask).sum()),
         }
@@ -163,19 +188,8 @@ def _as_plan(
         trace_fingerprint=source.fingerprint if isinstance(source, Trace) else None,
         model_fingerprint=source.model_fingerprint,
         expert_bytes=source.expert_bytes,
-        report=report,
+        report=facts,
     )
-
-
-def rates(measured: Measured, trace: Trace) -> dict[str, Any]:
-    """A plan's figures on one trace, as the report and the tables show them."""
-    return {
-        "documents": trace.num_sequences,
-        "tokens": trace.num_tokens,
-        "hit_rate": measured.hit_rate,
-        "token_resident_rate": measured.token_resident_rate,
-        "misses_per_token": measured.misses_per_token(trace.num_tokens),
-    }
 
 
 def generate_gpu_experts_masks(
@@ -200,7 +214,7 @@ def generate_gpu_experts_masks(
 
     Raises PlanError or BudgetError on tables that are not [L, E], NaN, negative, and limits that cannot hold.
     """
-    mask, report = plan_gpu_expert_placement(
+    mask, facts = plan_gpu_expert_placement(
         activation_freq,
         num_gpu_experts,
         strategy,
@@ -210,7 +224,7 @@ def generate_gpu_experts_masks(
         max_experts_per_layer=max_experts_per_layer,
         seed=seed,
     )
-    return (mask, report) if return_report else mask
+    return (mask, facts) if return_report else mask
 
 
 def plan_gpu_expert_placement(
@@ -248,7 +262,7 @@ def plan_gpu_expert_placement(
     mask = made.gpu_experts_mask
     scores = counts.activation_freq.astype(np.float64)
     selected, whole = float(scores[mask].sum()), float(scores.sum())
-    report = {
+    facts = {
         "strategy": strategy,
         "num_layers": counts.num_layers,
         "num_experts": counts.num_experts,
@@ -263,8 +277,8 @@ def plan_gpu_expert_placement(
     if is_torch(activation_freq):
         import torch
 
-        return torch.from_numpy(np.ascontiguousarray(mask)), report
-    return mask, report
+        return torch.from_numpy(np.ascontiguousarray(mask)), facts
+    return mask, facts
 
 
 def _frequencies(activation_freq: Any) -> Counts:

@@ -1,4 +1,4 @@
-"""One layer as the token-aware strategies see it, and running them over all layers on threads.
+"""One layer as the token-aware strategies see it.
 
 A layer is its distinct sets of picks with their token counts: the objective needs no more, and real traces repeat
 sets so often that this alone makes planning several times faster.
@@ -6,21 +6,15 @@ sets so often that this alone makes planning several times faster.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotset.core import Trace
 from hotset.planning.problem import Problem
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,12 +73,6 @@ def distinct(trace: Trace, row: int) -> tuple[NDArray[np.int16], NDArray[np.floa
     if found * 2 > len(ids):
         return sets[:found], weight[:found]  # a copy would save little
     return sets[:found].copy(), weight[:found].copy()
-
-
-def over_layers(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """`work` on every item, on as many threads as there are cores; the compiled loops release the lock."""
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        return list(pool.map(work, items))
 
 
 def select_options(

@@ -20,24 +20,31 @@ def frozen(ids: NDArray[np.int16]) -> NDArray[np.int16]:
     return view
 
 
+HIT = 1 << 8
+"""In the table of `count_hits`: a pick counts 1, a resident one HIT more, and an entry never reaches 256 picks."""
+
+
+def pick_table(resident: NDArray[np.bool_]) -> NDArray[np.uint16]:
+    """[65536] worth of each id read as uint16: 1 + HIT if resident, 1 if not, 0 for -1 (no pick)."""
+    table = np.zeros(1 << 16, np.uint16)
+    table[: len(resident)] = 1 + HIT * resident.astype(np.uint16)
+    return table
+
+
 @njit(cache=True, nogil=True)
-def count_hits(ids, resident):  # type: ignore[no-untyped-def]
-    """(picks, hits, tokens with a pick, tokens all of whose picks hit); resident [E] uint8."""
+def count_hits(ids, table):  # type: ignore[no-untyped-def]
+    """(picks, hits, tokens with a pick, tokens all of whose picks hit); ids [T, K <= 255] as uint16."""
     picks = hits = routed = whole = 0
     num_tokens, top_k = ids.shape
     for token in range(num_tokens):
-        here = found = 0
+        both = np.uint32(0)
         for k in range(top_k):
-            expert = ids[token, k]
-            if expert >= 0:
-                here += 1
-                found += resident[expert]
+            both += table[ids[token, k]]
+        here, found = int(both & np.uint32(255)), int(both >> np.uint32(8))
         picks += here
         hits += found
-        if here > 0:
-            routed += 1
-            if here == found:
-                whole += 1
+        routed += int(here > 0)
+        whole += int((here > 0) & (here == found))
     return picks, hits, routed, whole
 
 
@@ -390,7 +397,7 @@ def best_cover(sets, weight, resident, cost, left, room):  # type: ignore[no-unt
 
 @njit(cache=True, nogil=True)
 def coactivation(ids, matrix):  # type: ignore[no-untyped-def]
-    """Add to matrix [E, E] int64, for every token, 1 for each pair of its picks, an expert with itself included."""
+    """Add 1 to matrix [E, E] for every pair of a token's picks, in their order, and for each pick with itself."""
     num_tokens, top_k = ids.shape
     for token in range(num_tokens):
         for i in range(top_k):
@@ -401,4 +408,4 @@ def coactivation(ids, matrix):  # type: ignore[no-untyped-def]
             for j in range(i + 1, top_k):
                 b = ids[token, j]
                 if b >= 0:
-                    matrix[min(a, b), max(a, b)] += 1
+                    matrix[a, b] += 1

@@ -15,6 +15,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from hotset.core import Plan, Trace
 from hotset.errors import PlanError, TraceError
+from hotset.planning.threads import on_threads
+
+_BLOCK_TOKENS = 1 << 18
+"""Tokens that one thread looks at together."""
 
 Traces = Trace | Sequence[Trace] | ArrayLike
 
@@ -65,19 +69,27 @@ def token_resident_rate(mask: ArrayLike | Plan, traces: Traces) -> float:
 
 def measure(mask: ArrayLike | Plan, traces: Traces) -> Measured:
     """Picks, hits, routed and resident pairs per layer."""
-    from hotset.planning.loops import count_hits, frozen
+    from hotset.planning.loops import count_hits, frozen, pick_table
 
-    table = as_mask(mask)
-    totals = np.zeros((4, table.shape[0]), np.int64)
-    resident = table.astype(np.uint8)
-    for trace in as_traces(traces, table.shape[1]):
-        if (trace.num_layers, trace.num_experts) != table.shape:
+    resident = as_mask(mask)
+    totals = np.zeros((4, resident.shape[0]), np.int64)
+    tables = [pick_table(row) for row in resident]
+    blocks: list[tuple[int, NDArray[np.int16]]] = []
+    for trace in as_traces(traces, resident.shape[1]):
+        if (trace.num_layers, trace.num_experts) != resident.shape:
             raise PlanError(
-                f"mask has shape {table.shape}, the trace {trace.num_layers} layers of {trace.num_experts} experts"
+                f"mask has shape {resident.shape}, the trace {trace.num_layers} layers of {trace.num_experts} experts"
             )
         for shard in trace.id_shards:
-            for row in range(table.shape[0]):
-                totals[:, row] += count_hits(frozen(shard[row]), resident[row])
+            for start in range(0, shard.shape[1], _BLOCK_TOKENS):
+                blocks += [(row, layer[start : start + _BLOCK_TOKENS]) for row, layer in enumerate(shard)]
+
+    def count(block: tuple[int, NDArray[np.int16]]) -> tuple[int, int, int, int]:
+        counted: tuple[int, int, int, int] = count_hits(frozen(block[1]).view(np.uint16), tables[block[0]])
+        return counted
+
+    for (row, _), counted in zip(blocks, on_threads(count, blocks), strict=True):
+        totals[:, row] += counted
     return Measured(*totals)
 
 
@@ -119,11 +131,18 @@ def layer_coactivation(trace: Trace, row: int) -> NDArray[np.int64]:
     """[E, E] the same of one layer."""
     from hotset.planning.loops import coactivation, frozen
 
-    together = np.zeros((trace.num_experts, trace.num_experts), np.int64)
-    for shard in trace.id_shards:
-        coactivation(frozen(shard[row]), together)
-    upper = np.triu(together, 1)
-    return together + upper.T
+    blocks = [s[row, i : i + _BLOCK_TOKENS] for s in trace.id_shards for i in range(0, s.shape[1], _BLOCK_TOKENS)]
+
+    def count(block: NDArray[np.int16]) -> NDArray[np.int64]:
+        together = np.zeros((trace.num_experts, trace.num_experts), np.int64)
+        coactivation(frozen(block), together)
+        return together
+
+    together = np.sum(on_threads(count, blocks), axis=0)
+    # pairs were counted once, in the order in which they were picked
+    symmetric: NDArray[np.int64] = together + together.T
+    np.fill_diagonal(symmetric, np.diagonal(together))
+    return symmetric
 
 
 def as_mask(mask: ArrayLike | Plan) -> NDArray[np.bool_]:

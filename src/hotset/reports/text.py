@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,21 +111,35 @@ def print_trace(console: Console, trace: Trace) -> None:
 def print_plan(console: Console, plan: Plan, counts: NDArray[Any] | None) -> None:
     total = plan.num_layers * plan.num_experts
     size = "" if plan.gpu_bytes is None else f" ({format_bytes(plan.gpu_bytes)})"
-    console.print(
+    _line(
+        console,
         f"{plan.strategy}: {plan.num_gpu_experts} of {total} experts in GPU memory{size}; "
-        f"budget {plan.budget.get('asked', '')}"
+        f"budget {plan.budget.get('asked', '')}",
     )
     proof = "no bound proven" if plan.gap is None else f"bound {plan.bound:,.6g}, gap {plan.gap * 100:.3f} %"
-    console.print(f"objective {plan.objective}: score {plan.score:,.6g}, {proof}")
-    for title, key in (("in sample", "in_sample"), ("held out", "held_out")):
-        rates = plan.report.get(key)
-        if rates:
-            console.print(f"{title}: {_rates_line(rates)}", soft_wrap=True)
+    _line(console, f"objective {plan.objective}: score {plan.score:,.6g}, {proof}")
+    for title, rates in _rates(plan.report):
+        _line(console, f"{title + ':':<22}{_rates_line(rates)}")
+    tiers = plan.report.get("bytes", {})
+    if tiers.get("gpu", {}).get("total") is not None:
+        parts = [f"{name.replace('_', ' ')} {format_bytes(v)}" for name, v in tiers["gpu"].items() if v is not None]
+        _line(console, f"GPU: {', '.join(parts)}; host: experts {format_bytes(tiers['host']['experts'])}")
     moves = plan.report.get("moves")
     if moves:
-        console.print(f"against the previous plan: {moves['to_gpu']} experts to the GPU, {moves['to_host']} away")
+        _line(console, f"against the previous plan: {moves['to_gpu']} experts to the GPU, {moves['to_host']} away")
     console.print()
     _print_map(console, counts, plan.gpu_experts_mask, plan.layer_ids)
+
+
+def _rates(report: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    if "in_sample" in report:
+        yield "in sample", report["in_sample"]
+    held_out = report.get("held_out")
+    if held_out:
+        yield "held out", held_out
+        for name, title in (("uniform", "  uniform there"), ("best_static", "  best static there")):
+            if name in held_out:
+                yield title, held_out[name]
 
 
 def _rates_line(rates: dict[str, Any]) -> str:
@@ -134,6 +149,10 @@ def _rates_line(rates: dict[str, Any]) -> str:
         parts.append(f"{rates['misses_per_token']:.2f} misses per token")
         parts.append(f"{rates['tokens']:,} tokens of {rates['documents']:,} documents")
     return ", ".join(parts)
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True)
 
 
 def _print_map(

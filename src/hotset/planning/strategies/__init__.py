@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 
 from hotset.errors import PlanError
+from hotset.planning.budget import Budget
 from hotset.planning.problem import Placement, Problem
 
 # name -> module, in the order in which help and tables show them
@@ -27,3 +29,16 @@ def strategy(name: str) -> Callable[[Problem], Placement]:
         raise PlanError(f"strategy {name!r} is unknown: choose one of {', '.join(STRATEGIES)}")
     place: Callable[[Problem], Placement] = import_module(STRATEGIES[name]).place
     return place
+
+
+def place_each(name: str, problem: Problem, budgets: Sequence[Budget]) -> list[Placement]:
+    """Placements at several budgets of one problem, whose sizes and limits the budgets share.
+
+    A strategy that can prepare once for all of them says so by a function `place_each(problem, budgets)` of its own.
+    """
+    place = strategy(name)
+    own = getattr(import_module(STRATEGIES[name]), "place_each", None)
+    if own is not None:
+        placements: list[Placement] = own(problem, budgets)
+        return placements
+    return [place(replace(problem, budget=budget)) for budget in budgets]

@@ -8,7 +8,8 @@ multiple-choice knapsack over what the layers offer. The bound comes from `hotse
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,10 @@ from hotset.planning.bound import (
     options_of,
     tightened,
 )
-from hotset.planning.layers import Layer, build_layer, over_layers, select_options
+from hotset.planning.budget import Budget
+from hotset.planning.layers import Layer, build_layer, select_options
 from hotset.planning.problem import Placement, Problem, fill
+from hotset.planning.threads import on_threads
 
 ENUMERATED_EXPERTS = 16
 """Layers of up to this many experts are solved by looking at every subset."""
@@ -68,26 +71,47 @@ def place(problem: Problem) -> Placement:
     return solve(problem)
 
 
+def place_each(problem: Problem, budgets: Sequence[Budget]) -> list[Placement]:
+    """Layers are prepared once for all budgets."""
+    prepared = Prepared(problem)
+    return [prepared.place(budget) for budget in budgets]
+
+
 def solve(problem: Problem, *, enumerated_experts: int = ENUMERATED_EXPERTS) -> Placement:
     """The placement with its bound. `enumerated_experts`: solve layers of up to so many experts by enumeration."""
-    work = over_layers(lambda row: _prepare(problem, row, enumerated_experts), range(problem.shape[0]))
-    taken = _spend(problem, work)
-    placed = fill(problem, problem.counts, _without_unpicked(problem, taken))
-    score = sum(w.layer.score(row) for w, row in zip(work, placed, strict=True))
-    bound = _bound(problem, work)
-    pairs = sum(w.layer.sets.size * (w.layer.sets.shape[1] - 1) // 2 for w in work)
-    if bound > score * (1 + TARGET_GAP) and problem.shape[1] > enumerated_experts and pairs <= _PAIR_WORK:
-        over_layers(_tighten, work)
-        bound = min(bound, _bound(problem, work))
-    return Placement(
-        placed, tightened(max(bound, score), problem.objective.hit_value, problem.objective.resident_value)
-    )
+    return Prepared(problem, enumerated_experts).place(problem.budget)
 
 
-def _prepare(problem: Problem, row: int, enumerated_experts: int) -> _Work:
+class Prepared:
+    """What does not depend on how much may be spent: each layer's candidates and upper bounds."""
+
+    def __init__(self, problem: Problem, enumerated_experts: int = ENUMERATED_EXPERTS) -> None:
+        self._problem = problem
+        self._enumerated = problem.shape[1] <= enumerated_experts
+        self._work = on_threads(lambda row: _prepare(problem, row, self._enumerated), range(problem.shape[0]))
+        pairs = sum(w.layer.sets.size * (w.layer.sets.shape[1] - 1) // 2 for w in self._work)
+        self._may_tighten = not self._enumerated and pairs <= _PAIR_WORK
+
+    def place(self, budget: Budget) -> Placement:
+        """The placement within this budget, which differs from the problem's in capacity only."""
+        problem = replace(self._problem, budget=budget)
+        # candidates that polishing finds at one budget are kept from the next: a budget's answer is its own
+        work = [replace(w, candidates=replace(w.candidates)) for w in self._work]
+        placed = fill(problem, problem.counts, _without_unpicked(problem, _spend(problem, work)))
+        score = sum(w.layer.score(row) for w, row in zip(work, placed, strict=True))
+        bound = _bound(problem, self._work)
+        if self._may_tighten and bound > score * (1 + TARGET_GAP):
+            on_threads(_tighten, self._work)
+            self._may_tighten = False
+            bound = min(bound, _bound(problem, self._work))
+        wanted = problem.objective
+        return Placement(placed, tightened(max(bound, score), wanted.hit_value, wanted.resident_value))
+
+
+def _prepare(problem: Problem, row: int, enumerated: bool) -> _Work:
     layer = build_layer(problem, row)
     fewest, most = int(problem.budget.min_experts[row]), int(problem.budget.max_experts[row])
-    if layer.num_experts <= enumerated_experts:
+    if enumerated:
         candidates = _every_subset(layer, fewest, most)
         load = expert_loads(layer)
         return _Work(layer, fewest, most, candidates, load, (candidates.sizes, candidates.values))

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hotset.planning.layers import over_layers
 from hotset.planning.measures import layer_coactivation
 from hotset.planning.problem import Placement, Problem, fill, without_tokens
+from hotset.planning.threads import on_threads
 
 
 def place(problem: Problem) -> Placement:
@@ -37,4 +37,4 @@ def place(problem: Problem) -> Placement:
             room -= 1
         return resident
 
-    return Placement(fill(problem, problem.counts, np.stack(over_layers(grow, range(num_layers)))))
+    return Placement(fill(problem, problem.counts, np.stack(on_threads(grow, range(num_layers)))))

@@ -12,8 +12,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hotset.planning.layers import build_layer, over_layers
+from hotset.planning.layers import build_layer
 from hotset.planning.problem import Placement, Problem, fill, without_tokens
+from hotset.planning.threads import on_threads
 
 
 def place(problem: Problem) -> Placement:
@@ -22,7 +23,7 @@ def place(problem: Problem) -> Placement:
     from hotset.planning.loops import best_cover
 
     budget, num_layers = problem.budget, problem.shape[0]
-    layers = over_layers(lambda row: build_layer(problem, row), range(num_layers))
+    layers = on_threads(lambda row: build_layer(problem, row), range(num_layers))
     mask = _minimum(problem)
     left = budget.capacity - int(budget.sizes[mask].sum())
 
@@ -33,7 +34,7 @@ def place(problem: Problem) -> Placement:
         # ordered: most tokens per size, then most tokens, then the lower layer
         return (-tokens / max(cost, 1), -tokens, row, int(chosen))
 
-    heap = [entry for entry in over_layers(best, range(num_layers)) if entry[3] >= 0]
+    heap = [entry for entry in on_threads(best, range(num_layers)) if entry[3] >= 0]
     heapq.heapify(heap)
     while heap:
         _, _, row, chosen = heapq.heappop(heap)
