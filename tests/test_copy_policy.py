@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from hotset.errors import ModelError  # noqa: E402
-from hotset.runtime.copy_policy import CopyPolicy, resolve_copy_policy  # noqa: E402
+from hotset.errors import ModelError
+from hotset.runtime.copy_policy import CopyPolicy, resolve_copy_policy
 
 STATIC = {"dynamic": False, "restore": None}
 FROM_SLOT = {"dynamic": True, "restore": "slot"}

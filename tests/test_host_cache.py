@@ -59,7 +59,11 @@ def test_hits_and_reads_are_those_of_replay(policy: str) -> None:
             use(cache, row, int(ids[row, t, 0]))
     residency = Residency.pooled(4, 2, 3, home=Tier.DISK)
     predicted = make_policy(policy, Setting(residency, np.ones((2, 4), np.int64), 1, np.zeros((2, 4)), None, ids))
-    served, loads, load_bytes = np.zeros(ids.shape, np.uint8), np.zeros((2, 200), np.int32), np.zeros((2, 200), np.int64)
+    served, loads, load_bytes = (
+        np.zeros(ids.shape, np.uint8),
+        np.zeros((2, 200), np.int32),
+        np.zeros((2, 200), np.int64),
+    )
     predicted.replay(0, ids, served, loads, load_bytes)
     assert cache.statistics.hits == (served == HIT).sum()
     assert cache.statistics.loads == loads.sum()

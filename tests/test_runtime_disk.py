@@ -1,4 +1,4 @@
-"""A model larger than its host memory: the same bits, at every budget and in every phase, and never above the budget."""
+"""A model larger than its host memory: the same bits, at every budget and in every phase, never above the budget."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def register(app: typer.Typer) -> None:
                 device=device,
                 dtype=dtype,
                 adapt=Adaptation(max_bytes_per_token=bound) if adapt else False,
-                skip_gpu_expert_cpu_copy=skip_gpu_expert_cpu_copy,  # type: ignore[arg-type]  # load checks it
+                skip_gpu_expert_cpu_copy=skip_gpu_expert_cpu_copy,
                 host_memory_bytes=host_memory,
                 host_cache_policy=host_cache_policy,
                 progress=progress,

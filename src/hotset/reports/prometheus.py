@@ -34,7 +34,7 @@ def _metrics(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[_S
 
     tiers = {name: count for name, count in report["experts"].items() if name != "total"}
     yield "experts", "gauge", "Experts in each tier.", [({"tier": t}, n) for t, n in tiers.items()]
-    sizes = [({"kind": kind}, size) for kind, size in report["bytes"].items()]
+    sizes: list[_Sample] = [({"kind": kind}, size) for kind, size in report["bytes"].items()]
     yield "memory_bytes", "gauge", "Bytes of the arena, of host copies of experts and of the rest.", sizes
     yield "peak_host_bytes", "gauge", "Most memory the process ever had.", [({}, report["peak_host_bytes"])]
     yield "tokens_total", "counter", "Tokens through the model.", by_phase("tokens")
@@ -50,7 +50,7 @@ def _metrics(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[_S
         yield "move_seconds_total", "counter", "Seconds deciding and moving.", [({}, moves["seconds"])]
     disk = report["disk"]
     if disk is not None:
-        requests = [({"result": "hit"}, disk["hits"]), ({"result": "miss"}, disk["misses"])]
+        requests: list[_Sample] = [({"result": "hit"}, disk["hits"]), ({"result": "miss"}, disk["misses"])]
         yield "host_cache_requests_total", "counter", "Experts asked of the host cache.", requests
         yield "disk_read_bytes_total", "counter", "Bytes of experts read.", [({}, disk["read_bytes"])]
         yield "disk_reads_total", "counter", "Experts read.", [({}, disk["loads"])]

@@ -138,9 +138,9 @@ class Adapter:
             return self.statistics.promotions - before
 
     def _warm_start(self, top_k: int) -> None:
-        """The plan's residents start at the average activation rate, the others at 0: the plan holds until disproved."""
+        """The plan's residents start at the average activation rate, the others at 0: the plan counts at first."""
         residency = self.store.residency
-        self.tracker.set_hotness(residency.mask() * (top_k / residency.num_experts))
+        self.tracker.set_hotness(residency.mask().astype(np.float64) * (top_k / residency.num_experts))
         self._is_warm = True
 
     def _move(self, swaps: Iterable[Swap], bytes_left: int | None) -> int | None:

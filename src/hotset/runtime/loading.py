@@ -228,7 +228,9 @@ class ExpertReader:
             parts, dim = recipe.parts(pieces, f"{layer.name}.{name}", self._config)
             self._place(parts, dim, target[name], f"expert {expert} of layer {layer.layer_id}: {name}")
 
-    def _runs(self, row: int, name: str, expert: int, target: torch.Tensor) -> list[tuple[TensorEntry, int, int]] | None:
+    def _runs(
+        self, row: int, name: str, expert: int, target: torch.Tensor
+    ) -> list[tuple[TensorEntry, int, int]] | None:
         """[(stored tensor, first byte in its file, bytes)] that in this order are the target's bytes, or None."""
         plain = self._recipes[row][name].plain()
         if plain is None or target.device.type != "cpu" or not target.is_contiguous():
@@ -250,7 +252,8 @@ class ExpertReader:
         return runs if length == target.numel() * target.element_size() else None
 
     def _read_runs(self, runs: list[tuple[TensorEntry, int, int]], target: torch.Tensor) -> None:
-        view, done = memoryview(target.detach().reshape(-1).view(torch.uint8).numpy()), 0
+        bytes_of: Any = target.detach().reshape(-1).view(torch.uint8).numpy()
+        view, done = memoryview(bytes_of), 0
         for entry, start, size in runs:
             end = done + size
             try:

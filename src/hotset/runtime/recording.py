@@ -1,7 +1,7 @@
 """Routing recorded while a model serves: what passes through dispatch anyway, written as a trace.
 
-A sequence is one row of one `generate`: its prompt and the tokens decoded after it, by thread. Padding and steps after a
-sequence's end are left out. Knows no tiers.
+A sequence is one row of one `generate`: its prompt and the tokens decoded after it, by thread. Padding and steps after
+a sequence's end are left out. Knows no tiers.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class ServingRecorder:
     def add(self, forward: Forward) -> None:
         """One forward pass of the calling thread is done. Raises ModelError where a layer routed other tokens."""
         tokens = forward.batch * forward.width
-        for row, ids in forward.picks:
-            if len(ids) != tokens:
-                raise ModelError(f"MoE layer {row} routed {len(ids)} tokens of {tokens}: it cannot be recorded")
+        for row, routed in forward.picks:
+            if len(routed) != tokens:
+                raise ModelError(f"MoE layer {row} routed {len(routed)} tokens of {tokens}: it cannot be recorded")
         order = np.argsort([row for row, _ in forward.picks])
         shape = (forward.batch, forward.width, -1)
-        ids = np.stack([forward.picks[i][1].astype(np.int16).reshape(shape) for i in order])
+        ids: NDArray[np.int16] = np.stack([forward.picks[i][1].astype(np.int16).reshape(shape) for i in order])
         ids[(ids < 0) | (ids >= self.num_experts)] = -1
         stacked = torch.stack([forward.weights[i] for i in order]).to(torch.float16).cpu().numpy()
         weights = stacked.reshape(ids.shape)

@@ -273,12 +273,21 @@ class Runtime:
             "host_memory_bytes": self.host_memory_bytes,
             "hit_rate": both.hit_rate,
             "token_resident_rate": both.token_resident_rate,
-            "dropped_mass": 0.0,  # exact mode drops nothing
+            "dropped_mass": self._dropped_mass(),
             "moves": asdict(self.adapter.statistics) if self.adapter is not None else None,
             "disk": None if cache is None else {**cache.report(), **asdict(cache.statistics)},
             "prefill": phases["prefill"].to_json(),
             "decode": phases["decode"].to_json(),
         }
+
+    def _dropped_mass(self) -> float:
+        """Share of the gate mass that shedding dropped; 0 in exact mode, which drops nothing."""
+        ledger: Any = getattr(self.layers[0].module.hotset_layer, "ledger", None)
+        if ledger is None:
+            return 0.0
+        totals = ledger.totals()
+        mass = float(totals.mass.sum())
+        return float(totals.dropped_mass.sum()) / mass if mass > 0 else 0.0
 
     def _before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         inputs = kwargs.get("input_ids")
