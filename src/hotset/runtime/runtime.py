@@ -63,7 +63,7 @@ def load(
     the workload shifts; True, or an `Adaptation` with settings. skip_gpu_expert_cpu_copy: whether experts on the GPU
     do without a host copy, see `copy_policy`. training: the caller will train (what surrounds the experts; they stay as
     they are). host_memory_bytes: the most memory that this process may take, e.g. "12GiB"; experts that do not fit
-    stay in the checkpoint and are read when picked, through a cache run by host_cache_policy (lru, lfu, lfu-aged).
+    stay in the checkpoint and are read when picked, through a cache run by host_cache_policy (lfu-aged, lru, lfu).
     progress: called with (experts read, experts to read).
 
     The model gets `model.hotset` (the Runtime) and `model.hotset_report()`.
