@@ -3,9 +3,10 @@
 Both run the same random Qwen3-MoE checkpoint on the CPU, on the same prompts, each in processes of its own, in turn;
 their decoded tokens must be the same. hotset's private memory is limited by the kernel (RLIMIT_DATA) to the budget and
 thread stacks, far below the model's size; the peak is the kernel's account of resident memory (VmHWM), libraries and
-all. Accelerate keeps as many layers in memory as the budget allows and gets the rest from disk. The checkpoint's pages are dropped from the page cache before every process (posix_fadvise); within a run both
-may find there what the machine has room for. The ceiling is reading this run's misses at the rate of a plain parallel
-read of whole experts. llama.cpp is null where llama-cpp-python is not installed.
+all. Accelerate keeps as many layers in memory as the budget allows and gets the rest from disk. The checkpoint's pages
+are dropped from the page cache before every process (posix_fadvise); within a run both may find there what the machine
+has room for. The rates of plain parallel reads of whole experts, cold and cached, are printed as the ceiling.
+llama.cpp is null where llama-cpp-python is not installed.
 """
 
 from __future__ import annotations
