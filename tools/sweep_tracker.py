@@ -85,7 +85,7 @@ def grid(stage: str) -> list[tuple[str, dict[str, Any]]]:
         ]
     return [
         ("look-ahead", {"margin": margin, "max_prefetch": most, "hotness_weight": weight})
-        for margin, most, weight in itertools.product((0.1, 0.2, 0.3), (1, 2, 4), (0.5, 1.0, 2.0))
+        for margin, most, weight in itertools.product((0.1, 0.2, 0.4), (1, 2), (1.0, 2.0))
     ]
 
 
