@@ -22,8 +22,8 @@ VERSION = 1
 
 # Chosen on the ESFT traces; see LOG.md for the sweep and what else was tried.
 DEFAULT_DECAY = 0.998
-DEFAULT_FAST_DECAY = 0.8
-DEFAULT_FAST_WEIGHT = 0.1
+DEFAULT_FAST_DECAY = 0.9
+DEFAULT_FAST_WEIGHT = 0.2
 
 
 class HotnessArrays(NamedTuple):

@@ -96,6 +96,7 @@ def replay(
     machine: Machine | str | None = None,
     on_miss: Literal["compute", "fetch"] = "compute",
     expert_bytes: ArrayLike | None = None,
+    non_expert_seconds: float | None = None,
     start: Start = "warm",
     skip_tokens: int = 0,
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
@@ -109,6 +110,7 @@ def replay(
     of `prior`, by default of the trace itself (which flatters: give a prior recorded before, or `initial="empty"`).
     pooled: all layers share the slots. machine: a Machine, file or preset, for seconds; on_miss as in the cost model.
     expert_bytes: [L, E], [E] or one number, where the trace does not say sizes.
+    non_expert_seconds: per pass, measured; without it, from the trace's non_expert_bytes.
     start: "cold" puts residency and policy back to the start at every sequence, "warm" carries them on.
     skip_tokens: tokens left out of all figures, at the start of the replay (warm) or of each sequence (cold).
     prompt_start: prefill tokens only inform the policy, which rebalances once before the decode that follows ("ema").
@@ -128,6 +130,7 @@ def replay(
         machine=machine,
         on_miss=on_miss,
         expert_bytes=expert_bytes,
+        non_expert_seconds=non_expert_seconds,
         start=start,
         skip_tokens=skip_tokens,
         prefill_chunk=prefill_chunk,
@@ -230,6 +233,7 @@ def _job(
     machine: Machine | str | None = None,
     on_miss: Literal["compute", "fetch"] = "compute",
     expert_bytes: ArrayLike | None = None,
+    non_expert_seconds: float | None = None,
     start: Start = "warm",
     skip_tokens: int = 0,
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
@@ -281,7 +285,10 @@ def _job(
     cost = None
     if machine is not None:
         non_expert = trace.metadata.get("non_expert_bytes")
-        cost = CostModel(machine, on_miss, non_expert_bytes=None if non_expert is None else int(non_expert))
+        if non_expert is None or non_expert_seconds is not None:
+            cost = CostModel(machine, on_miss, non_expert_seconds=non_expert_seconds)
+        else:
+            cost = CostModel(machine, on_miss, non_expert_bytes=int(non_expert))
     return _Job(
         trace,
         policy,
