@@ -1,6 +1,6 @@
 """What shedding costs in quality: perplexity on held-out text against share of experts resident and keep_mass.
 
-Plans on the first half of the texts, measures on the second half. "exact" serves every miss on the host and must have
+Plans on the first half of every text, measures on the second half. "exact" serves every miss on the host and must have
 the perplexity of the unmodified model, which is checked first. "all" sheds whatever is missing, over the limit or not:
 what a captured graph would do.
 
@@ -26,13 +26,13 @@ SHARES = (0.25, 0.5, 0.75, 0.9)
 KEEP_MASS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3)
 
 
-def windows(tokenizer: Any, texts: list[Path], length: int, tokens: int) -> list[list[int]]:
+def windows(tokenizer: Any, texts: list[str], length: int, tokens: int) -> list[list[int]]:
     """Windows of `length` tokens, taken in turn from the texts until `tokens` are reached."""
-    per_text = [tokenizer(path.read_text(encoding="utf-8"))["input_ids"] for path in texts]
+    per_text = [tokenizer(text)["input_ids"] for text in texts]
     cut = [[ids[i : i + length] for i in range(0, len(ids) - length + 1, length)] for ids in per_text]
     turns = [piece for turn in range(max(map(len, cut), default=0)) for of in cut for piece in of[turn : turn + 1]]
     if not turns:
-        sys.exit(f"bench_shed_quality: no text has {length} tokens")
+        sys.exit(f"bench_shed_quality: no half of a text has {length} tokens")
     return turns[: max(1, tokens // length)]
 
 
@@ -81,34 +81,33 @@ def main() -> None:
     if options.trace:
         on_trace(options.trace, options.quick)
         return
-    texts = sorted(options.texts.glob("*.txt"))
-    if len(texts) < 2 or not (options.model / "config.json").exists():
-        sys.exit(
-            f"bench_shed_quality: wanted a model in {options.model} and at least two .txt files in {options.texts}"
-        )
+    paths = sorted(options.texts.glob("*.txt"))
+    if not paths or not (options.model / "config.json").exists():
+        sys.exit(f"bench_shed_quality: wanted a model in {options.model} and .txt files in {options.texts}")
 
     import hotset
     from hotset.ops import ShedPolicy
     from hotset.runtime.generation import load_tokenizer
-    from hotset.traces.documents import read_documents
+    from hotset.traces.documents import Document
     from hotset.traces.recorder import load_plain, record
 
     tokens = 2_048 if options.quick else options.tokens
     shares, bounds = ((0.5,), (0.9, 0.5, 0.3)) if options.quick else (SHARES, KEEP_MASS)
     tokenizer = load_tokenizer(options.model)
-    pieces = windows(tokenizer, texts[len(texts) // 2 :], options.length, tokens)
+    texts = [path.read_text(encoding="utf-8") for path in paths]
+    pieces = windows(tokenizer, [text[len(text) // 2 :] for text in texts], options.length, tokens)
     print_header(
         "bench_shed_quality: perplexity on held-out text, shed against exact",
         model=options.model.name,
         tokens=sum(map(len, pieces)),
         window=options.length,
-        texts=f"{len(texts) // 2} to plan on, {len(texts) - len(texts) // 2} to measure on",
+        texts=" ".join(path.stem for path in paths),
     )
     plain, _ = load_plain(options.model, device="cpu", dtype="float32")
     unmodified = perplexity(plain, pieces, batch=8)
     with tempfile.TemporaryDirectory() as scratch:
-        documents = read_documents(texts[: len(texts) // 2])
-        trace = record(plain, documents, Path(scratch) / "trace", tokenizer=tokenizer, max_tokens=2_048)
+        halves = [Document(path.stem, text[: len(text) // 2]) for path, text in zip(paths, texts, strict=True)]
+        trace = record(plain, halves, Path(scratch) / "trace", tokenizer=tokenizer, max_tokens=options.length)
         plans = {share: hotset.plan(trace, fraction=share) for share in shares}
     del plain
     print(f"unmodified model: {unmodified:.4f}\n")
