@@ -1,0 +1,360 @@
+"""One layer's experts on the host, and the one contract by which they are computed.
+
+Knows: what a call looks like (shapes, types, refusals), which experts are present, and the compiled implementation. Does not know: residency
+policy, where bytes come from, models. Other implementations (`torch_layer.py`) subclass `ExpertLayer`.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotset.errors import ExpertNotOnHost, OpsError
+from hotset.kernels import native
+from hotset.kernels.formats import FORMATS, NUMBERS, ExpertWeights, Floats, LayerSpec, as_array, checked_weights, is_torch, numbers_to_float
+
+_NEVER_LOADED = "none was loaded"
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Checked arguments: arrays are C-contiguous views of what the caller gave, bfloat16 as np.uint16."""
+
+    tokens: NDArray[Any]
+    tokens_number: str
+    ids: NDArray[Any]
+    weights: NDArray[Any] | None
+    weights_number: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(T, K)."""
+        return self.ids.shape[0], self.ids.shape[1]
+
+
+class ExpertLayer(abc.ABC):
+    """The routed experts of one layer, some of them perhaps absent.
+
+    `moe` computes; `put`, `drop`, `unpack` move experts in and out while other threads compute: a call sees the experts that were there when it
+    began, and their bytes stay alive until it ends.
+    """
+
+    def __init__(self, spec: LayerSpec, layer: int = 0) -> None:
+        self.spec = spec
+        self.layer = layer
+        """The model's own number of this layer, for messages."""
+        self._why: dict[int, str] = {}
+        self._change = threading.Lock()
+
+    # -- experts ---------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def has(self, expert: int) -> bool:
+        """Whether this expert can be computed here."""
+
+    @abc.abstractmethod
+    def put(self, expert: int, weights: ExpertWeights) -> None:
+        """Checks and takes a copy of an expert, replacing one that was there.
+
+        Raises OpsError: shapes or types that the spec does not say, scales that are NaN or infinite, NaN among FP8 weights.
+        """
+
+    @abc.abstractmethod
+    def unpack(self, expert: int) -> ExpertWeights:
+        """The expert as it was put, byte for byte: NumPy arrays of the shapes in `ExpertWeights`, transposed ones transposed again.
+
+        Raises ExpertNotOnHost.
+        """
+
+    @abc.abstractmethod
+    def _take(self, expert: int) -> None:
+        """Forgets an expert that is present."""
+
+    def drop(self, expert: int, why: str) -> None:
+        """Forgets an expert's bytes; `why` ("lives in GPU slot 3") goes into the error of who asks for it. Raises ExpertNotOnHost if absent."""
+        with self._change:
+            self._require(expert)
+            self._why[expert] = why
+            self._take(expert)
+
+    @property
+    def experts(self) -> list[int]:
+        """Those present, ascending."""
+        return [e for e in range(self.spec.num_experts) if self.has(e)]
+
+    def _require(self, expert: int) -> None:
+        if not 0 <= expert < self.spec.num_experts:
+            raise OpsError(f"layer {self.layer} has no expert {expert}: wanted 0 to {self.spec.num_experts - 1}")
+        if not self.has(expert):
+            raise self._absent(expert)
+
+    def _absent(self, expert: int) -> ExpertNotOnHost:
+        return ExpertNotOnHost(self.layer, expert, self._why.get(expert, _NEVER_LOADED))
+
+    # -- computing -------------------------------------------------------------------------------------------------
+
+    def moe(self, tokens: Any, ids: Any, weights: Any, *, out: Any = None, threads: int | None = None) -> Any:
+        """The layer's output: [T, H] sum over each token's picks, in the router's order, of weight times expert(token).
+
+        tokens: [T, H] float32, float16 or bfloat16 (np.uint16 bits, or a torch tensor). ids: [T, K] int64, int32 or int16; -1 and
+        num_experts are no pick and add nothing. weights: [T, K] float32, float16 or bfloat16. out: [T, H] in the tokens' type, contiguous,
+        written and returned; default a new one. A torch tensor in gives a torch tensor out. threads: default `available_threads()`.
+        Sums are float32; only the result is rounded to the tokens' type.
+
+        Raises OpsError for wrong arguments, ExpertNotOnHost where a pick's expert is absent (nothing is computed then).
+        """
+        call = self._checked(tokens, ids, weights)
+        if out is None:
+            result = _empty_like(tokens, call.tokens.shape)
+        else:
+            result = out
+        array, number = as_array("out", result)
+        if array.shape != call.tokens.shape or number != call.tokens_number or not array.flags.c_contiguous or not array.flags.writeable:
+            raise OpsError(
+                f"out is {number} {list(array.shape)}: wanted {call.tokens_number} {list(call.tokens.shape)}, contiguous and writeable"
+            )
+        self._run(call, array, None, threads or available_threads())
+        return result
+
+    def picks(self, tokens: Any, ids: Any, *, threads: int | None = None) -> Any:
+        """Each pick's own output, unweighted: [T, K, H] float32, zero where there is no pick. Arguments and errors as for `moe`.
+
+        For whoever combines picks of several tiers in one order.
+        """
+        call = self._checked(tokens, ids, None)
+        rows = _empty_like(tokens, (*call.shape, self.spec.hidden), "float32")
+        self._run(call, None, as_array("picks", rows)[0], threads or available_threads())
+        return rows
+
+    @abc.abstractmethod
+    def _run(self, call: Call, out: NDArray[Any] | None, picks: Floats | None, threads: int) -> None:
+        """Fills `out` (in the tokens' number type) or `picks`. Raises ExpertNotOnHost and OpsError for ids."""
+
+    def _checked(self, tokens: Any, ids: Any, weights: Any) -> Call:
+        token_array, number = as_array("tokens", tokens)
+        if number not in ("fp32", "fp16", "bf16") or token_array.ndim != 2 or token_array.shape[1] != self.spec.hidden:
+            raise OpsError(
+                f"tokens are {number} {list(token_array.shape)}: wanted fp32, fp16 or bf16 [T, {self.spec.hidden}] (layer {self.layer})"
+            )
+        id_array, kind = as_array("ids", ids)
+        if kind not in ("int64", "int32", "int16") or id_array.ndim != 2 or len(id_array) != len(token_array):
+            raise OpsError(f"ids are {kind} {list(id_array.shape)}: wanted int64, int32 or int16 [{len(token_array)}, K]")
+        weight_array, weights_number = None, "none"
+        if weights is not None:
+            weight_array, weights_number = as_array("weights", weights)
+            if weights_number not in ("fp32", "fp16", "bf16") or weight_array.shape != id_array.shape:
+                raise OpsError(
+                    f"weights are {weights_number} {list(weight_array.shape)}: wanted fp32, fp16 or bf16 {list(id_array.shape)}, as ids"
+                )
+            weight_array = np.ascontiguousarray(weight_array)
+        return Call(np.ascontiguousarray(token_array), number, np.ascontiguousarray(id_array), weight_array, weights_number)
+
+    def _bad_id(self, expert: int) -> OpsError:
+        return OpsError(
+            f"ids of layer {self.layer} hold {expert}: wanted 0 to {self.spec.num_experts - 1}, or -1 or {self.spec.num_experts} for no pick"
+        )
+
+
+class CompiledLayer(ExpertLayer):
+    """Experts packed for, and computed by, the compiled kernels.
+
+    Bits depend on neither the number of threads nor the other tokens of a call. Integer and 4-bit formats quantise activations to 8 bits
+    per token and 32 k's (a relative error of about 0.5 % of a dot product, tested); bfloat16 and FP8 weights meet bfloat16
+    activations, float16 and float32 weights float32 ones.
+
+    Raises BackendError where the kernels cannot be compiled.
+    """
+
+    def __init__(self, spec: LayerSpec, layer: int = 0) -> None:
+        super().__init__(spec, layer)
+        native.library()
+        self._c_layer = native.CLayer.of(spec)
+        self._flip = 0x80808080 if spec.format == "int8" else 0
+        # replaced, never changed: a call keeps the one that it began with
+        self._present: tuple[NDArray[np.uint64], tuple[NDArray[np.uint8] | None, ...]] = (
+            np.zeros(spec.num_experts, np.uint64),
+            (None,) * spec.num_experts,
+        )
+
+    def has(self, expert: int) -> bool:
+        return self._present[1][expert] is not None
+
+    def put(self, expert: int, weights: ExpertWeights) -> None:
+        packed = native.buffer(self.spec.layout.expert_bytes)
+        self.pack(weights, packed)
+        self.put_packed(expert, packed)
+
+    def pack(self, weights: ExpertWeights, packed: NDArray[np.uint8]) -> None:
+        """Packs an expert into `packed`, [spec.layout.expert_bytes] bytes of the caller's. Raises OpsError as `put` does."""
+        self._check_packed(packed)
+        layout = self.spec.layout
+        parts = checked_weights(self.spec, weights)
+        if self.spec.kind.code == FORMATS["mxfp8"].code and any(native.has_fp8_nan(np.ascontiguousarray(data)) for data, _, _ in parts):
+            raise OpsError(f"an FP8 weight of layer {self.layer} is NaN: the checkpoint is damaged, or not {self.spec.format}")
+        for matrix, (data, scales, bias) in zip((layout.first, layout.second), parts, strict=True):
+            native.pack(packed, data, matrix, self._flip)
+            rows = matrix.source_row
+            there = rows >= 0
+            if scales is not None:
+                to = packed[matrix.scales_at :][: len(rows) * matrix.groups * scales.itemsize].view(scales.dtype)
+                by_panel = np.where(there[:, None], scales[rows], scales.dtype.type(0)).reshape(matrix.panels, -1, matrix.groups)
+                to.reshape(matrix.panels, matrix.groups, -1)[:] = by_panel.transpose(0, 2, 1)
+            if bias is not None:
+                values = np.where(there, numbers_to_float(bias, self.spec.bias)[rows], np.float32(0))
+                packed[matrix.bias_at :][: len(rows) * 4].view(np.float32)[:] = values
+
+    def put_packed(self, expert: int, packed: NDArray[np.uint8]) -> None:
+        """Takes a packed expert without copying: the bytes must stay as they are until it is dropped."""
+        self._check_packed(packed)
+        if not 0 <= expert < self.spec.num_experts:
+            raise OpsError(f"layer {self.layer} has no expert {expert}: wanted 0 to {self.spec.num_experts - 1}")
+        with self._change:
+            self._set(expert, packed)
+
+    def packed(self, expert: int) -> NDArray[np.uint8]:
+        """The packed bytes of an expert that is present. Raises ExpertNotOnHost."""
+        self._require(expert)
+        found = self._present[1][expert]
+        if found is None:
+            raise self._absent(expert)
+        return found
+
+    def unpack(self, expert: int) -> ExpertWeights:
+        packed = self.packed(expert)
+        spec, layout = self.spec, self.spec.layout
+        parts: dict[str, Any] = {}
+        for name, matrix in (("gate_up", layout.first), ("down", layout.second)):
+            data = native.unpack(packed, matrix, self._flip).view(spec.kind.dtype)
+            parts[name] = np.ascontiguousarray(data.T) if spec.transposed else data
+            order = np.flatnonzero(matrix.source_row >= 0)
+            to_row = matrix.source_row[order]
+            if matrix.scales_at >= 0:
+                dtype = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16, "e8m0": np.uint8}[spec.scale_number]
+                count = len(matrix.source_row) * matrix.groups * np.dtype(dtype).itemsize
+                by_panel = packed[matrix.scales_at :][:count].view(dtype).reshape(matrix.panels, matrix.groups, -1)
+                scales = np.empty((matrix.rows, matrix.groups), dtype)
+                scales[to_row] = by_panel.transpose(0, 2, 1).reshape(-1, matrix.groups)[order]
+                if spec.kind.scales == "row":
+                    scales = scales[:, 0]
+                elif spec.kind.scales == "block":
+                    scales = np.ascontiguousarray(scales[:: spec.kind.group])
+                parts[f"{name}_scale"] = scales
+            if matrix.bias_at >= 0:
+                bias = np.empty(matrix.rows, np.float32)
+                bias[to_row] = packed[matrix.bias_at :][: len(matrix.source_row) * 4].view(np.float32)[order]
+                parts[f"{name}_bias"] = _exact(bias, spec.bias)
+        return ExpertWeights(**parts)
+
+    def _take(self, expert: int) -> None:
+        self._set(expert, None)
+
+    def _set(self, expert: int, packed: NDArray[np.uint8] | None) -> None:
+        addresses, buffers = self._present
+        addresses = addresses.copy()
+        addresses[expert] = 0 if packed is None else packed.ctypes.data
+        self._present = (addresses, (*buffers[:expert], packed, *buffers[expert + 1 :]))
+
+    def _check_packed(self, packed: NDArray[np.uint8]) -> None:
+        size = self.spec.layout.expert_bytes
+        if packed.dtype != np.uint8 or packed.shape != (size,) or not packed.flags.c_contiguous or packed.ctypes.data % 64:
+            raise OpsError(f"a packed expert is {packed.dtype} {list(packed.shape)}: wanted {size} contiguous bytes on a multiple of 64")
+
+    def _run(self, call: Call, out: NDArray[Any] | None, picks: Floats | None, threads: int) -> None:
+        addresses, buffers = self._present
+        num_tokens, top_k = call.shape
+        request = native.CCall(
+            addresses.ctypes.data,
+            call.tokens.ctypes.data,
+            call.ids.ctypes.data,
+            None if call.weights is None else call.weights.ctypes.data,
+            None if out is None else out.ctypes.data,
+            None if picks is None else picks.ctypes.data,
+            num_tokens,
+            top_k,
+            call.ids.itemsize,
+            NUMBERS[call.tokens_number],
+            NUMBERS[call.weights_number],
+            NUMBERS[call.tokens_number],
+            threads,
+            0,
+        )
+        status = native.moe(self._c_layer, request)
+        del buffers
+        if status == native.ABSENT:
+            raise self._absent(request.bad_id)
+        if status == native.BAD_ID:
+            raise self._bad_id(request.bad_id)
+        if status == native.NO_MEMORY:
+            raise MemoryError(f"no scratch memory for {num_tokens} tokens x {top_k} picks in layer {self.layer}")
+
+
+def available_threads() -> int:
+    """Threads the kernels use: `HOTSET_KERNEL_THREADS`, else the cores this process may run on (affinity, cgroup quota rounded up)."""
+    named = os.environ.get("HOTSET_KERNEL_THREADS")
+    if named is not None:
+        if not named.isdigit() or int(named) < 1:
+            raise OpsError(f"HOTSET_KERNEL_THREADS is {named!r}: wanted a number of threads, 1 or more")
+        return int(named)
+    return _allowed_cores()
+
+
+def _allowed_cores() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return cores if quota is None else max(1, min(cores, -(-quota[0] // quota[1])))
+
+
+def cgroup_quota(membership: Path, root: Path) -> tuple[int, int] | None:
+    """(microseconds of CPU, of time) that the tightest cgroup around this process allows, v2 or v1; None = no limit."""
+    found: list[tuple[int, int]] = []
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "cpu", "cpu,cpuacct"):
+            continue
+        base = root if not controllers else root / controllers
+        here = base / path.lstrip("/")
+        for folder in (here, *here.parents):
+            found += _quota_of(folder)
+            if folder == base:
+                break
+    return min(found, key=lambda q: q[0] / q[1]) if found else None
+
+
+def _quota_of(folder: Path) -> list[tuple[int, int]]:
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8").strip()
+            period = (folder / "cpu.cfs_period_us").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return []
+    return [(int(quota), int(period))] if quota not in ("max", "-1") else []
+
+
+def _exact(bias: Floats, number: str) -> NDArray[Any]:
+    """float32 back to the number type it came from, without rounding."""
+    if number == "bf16":
+        return (bias.view(np.uint32) >> 16).astype(np.uint16)
+    return bias.astype(np.float16) if number == "fp16" else bias
+
+
+def _empty_like(tokens: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
+    if is_torch(tokens):
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else tokens.dtype)
+    return np.empty(shape, dtype or tokens.dtype)
+
+
