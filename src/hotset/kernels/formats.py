@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -240,35 +240,78 @@ class ExpertWeights:
     down_bias: Any = None
 
 
+_NUMPY_KINDS: dict[Any, str] = {
+    np.dtype(np.float32): "fp32",
+    np.dtype(np.float16): "fp16",
+    np.dtype(np.uint16): "bf16",
+    **{np.dtype(t): t.__name__ for t in (np.int64, np.int32, np.int16, np.int8, np.uint8)},
+}
+_TORCH_KINDS = {
+    "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e8m0fnu": "uint8",
+    "int64": "int64", "int32": "int32", "int16": "int16", "int8": "int8", "uint8": "uint8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Buffer:
+    """C-contiguous numbers in host memory. `kind`: fp32, fp16, bf16, e4m3, or NumPy's name of an integer type."""
+
+    address: int
+    kind: str
+    shape: tuple[int, ...]
+    owner: Any
+    """the array or tensor whose memory it is"""
+
+
 def is_torch(value: Any) -> bool:
     """Whether this is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
-    """The bits of an array or CPU tensor, not copied, and its number type: fp32, fp16, bf16, e4m3, or NumPy's name of an integer type.
+def as_buffer(name: str, value: Any) -> Buffer:
+    """The memory of an array or CPU tensor; a contiguous copy where it is not contiguous.
 
     Raises OpsError for other types and for tensors on another device.
     """
     if is_torch(value):
-        torch = sys.modules["torch"]
         if value.device.type != "cpu":
             raise OpsError(f"{name} is on {value.device}: wanted the CPU")
-        value = value.detach()
-        kind = str(value.dtype).removeprefix("torch.")
-        if kind == "bfloat16":
-            return value.view(torch.int16).numpy().view(np.uint16), "bf16"
-        if kind in ("float8_e4m3fn", "float8_e8m0fnu"):
-            return value.view(torch.uint8).numpy(), "e4m3" if kind == "float8_e4m3fn" else "uint8"
-        value = value.numpy()
+        value = value.detach().contiguous()
+        return Buffer(value.data_ptr(), _torch_kind(value.dtype), tuple(value.shape), value)
     if not isinstance(value, np.ndarray):
         raise OpsError(f"{name} is a {type(value).__name__}: wanted a NumPy array or a torch tensor")
-    known = {"float32": "fp32", "float16": "fp16", "uint16": "bf16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
-    kind = known.get(value.dtype.name, value.dtype.name)
-    if value.dtype.name in ("bfloat16", "float8_e4m3fn"):  # ml_dtypes
-        value = value.view(np.uint16 if kind == "bf16" else np.uint8)
-    return value, kind
+    kind = _numpy_kind(value.dtype)
+    if not value.flags.c_contiguous:
+        value = np.ascontiguousarray(value)
+    return Buffer(value.__array_interface__["data"][0], kind, value.shape, value)
+
+
+def as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
+    """The bits of an array or CPU tensor as NumPy, strides kept, not copied, and its kind as in `Buffer`. Raises OpsError as `as_buffer`."""
+    if is_torch(value):
+        if value.device.type != "cpu":
+            raise OpsError(f"{name} is on {value.device}: wanted the CPU")
+        torch, kind = sys.modules["torch"], _torch_kind(value.dtype)
+        value = value.detach()
+        if kind == "bf16":
+            return value.view(torch.int16).numpy().view(np.uint16), kind
+        return (value.view(torch.uint8) if kind in ("e4m3", "uint8") else value).numpy(), kind
+    if not isinstance(value, np.ndarray):
+        raise OpsError(f"{name} is a {type(value).__name__}: wanted a NumPy array or a torch tensor")
+    kind = _numpy_kind(value.dtype)
+    return (value if value.dtype in _NUMPY_KINDS else value.view(np.uint16 if kind == "bf16" else np.uint8)), kind
+
+
+def _numpy_kind(dtype: np.dtype[Any]) -> str:
+    # bfloat16 and float8_e4m3fn are ml_dtypes' names; any other type is named as it is, for the error that follows
+    return _NUMPY_KINDS.get(dtype) or {"bfloat16": "bf16", "float8_e4m3fn": "e4m3"}.get(dtype.name, dtype.name)
+
+
+@lru_cache(maxsize=64)
+def _torch_kind(dtype: Any) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return _TORCH_KINDS.get(name, name)
 
 
 def checked_weights(spec: LayerSpec, weights: ExpertWeights) -> tuple[tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None], ...]:

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +20,32 @@ from numpy.typing import NDArray
 
 from hotset.errors import ExpertNotOnHost, OpsError
 from hotset.kernels import native
-from hotset.kernels.formats import FORMATS, NUMBERS, ExpertWeights, Floats, LayerSpec, as_array, checked_weights, is_torch, numbers_to_float
+from hotset.kernels.formats import (
+    FORMATS,
+    NUMBERS,
+    Buffer,
+    ExpertWeights,
+    Floats,
+    LayerSpec,
+    as_buffer,
+    checked_weights,
+    is_torch,
+    numbers_to_float,
+)
 
 _NEVER_LOADED = "none was loaded"
+_REAL = ("fp32", "fp16", "bf16")
+_ID_BYTES = {"int64": 8, "int32": 4, "int16": 2}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Call:
-    """Checked arguments: arrays are C-contiguous views of what the caller gave, bfloat16 as np.uint16."""
+    """Checked arguments of a call: tokens [T, H], ids [T, K], weights [T, K] (None: the picks' own rows are wanted)."""
 
-    tokens: NDArray[Any]
-    tokens_number: str
-    ids: NDArray[Any]
-    weights: NDArray[Any] | None
-    weights_number: str
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(T, K)."""
-        return self.ids.shape[0], self.ids.shape[1]
+    tokens: Buffer
+    ids: Buffer
+    weights: Buffer | None
+    threads: int
 
 
 class ExpertLayer(abc.ABC):
@@ -111,17 +119,13 @@ class ExpertLayer(abc.ABC):
 
         Raises OpsError for wrong arguments, ExpertNotOnHost where a pick's expert is absent (nothing is computed then).
         """
-        call = self._checked(tokens, ids, weights)
-        if out is None:
-            result = _empty_like(tokens, call.tokens.shape)
-        else:
-            result = out
-        array, number = as_array("out", result)
-        if array.shape != call.tokens.shape or number != call.tokens_number or not array.flags.c_contiguous or not array.flags.writeable:
-            raise OpsError(
-                f"out is {number} {list(array.shape)}: wanted {call.tokens_number} {list(call.tokens.shape)}, contiguous and writeable"
-            )
-        self._run(call, array, None, threads or available_threads())
+        call = self._checked(tokens, ids, weights, threads)
+        result = _empty_like(tokens, call.tokens.shape) if out is None else out
+        rows = as_buffer("out", result)
+        if rows.shape != call.tokens.shape or rows.kind != call.tokens.kind or not _is_writeable(result):
+            wanted = f"{call.tokens.kind} {list(call.tokens.shape)}, contiguous and writeable"
+            raise OpsError(f"out is {rows.kind} {list(rows.shape)}: wanted {wanted}")
+        self._run(call, rows)
         return result
 
     def picks(self, tokens: Any, ids: Any, *, threads: int | None = None) -> Any:
@@ -129,33 +133,32 @@ class ExpertLayer(abc.ABC):
 
         For whoever combines picks of several tiers in one order.
         """
-        call = self._checked(tokens, ids, None)
-        rows = _empty_like(tokens, (*call.shape, self.spec.hidden), "float32")
-        self._run(call, None, as_array("picks", rows)[0], threads or available_threads())
+        call = self._checked(tokens, ids, None, threads)
+        rows = _empty_like(tokens, (*call.ids.shape, self.spec.hidden), "float32")
+        self._run(call, as_buffer("picks", rows))
         return rows
 
     @abc.abstractmethod
-    def _run(self, call: Call, out: NDArray[Any] | None, picks: Floats | None, threads: int) -> None:
-        """Fills `out` (in the tokens' number type) or `picks`. Raises ExpertNotOnHost and OpsError for ids."""
+    def _run(self, call: Call, out: Buffer) -> None:
+        """Fills `out`: [T, H] in the tokens' type, or [T, K, H] float32 where the call has no weights. Raises as `moe` does."""
 
-    def _checked(self, tokens: Any, ids: Any, weights: Any) -> Call:
-        token_array, number = as_array("tokens", tokens)
-        if number not in ("fp32", "fp16", "bf16") or token_array.ndim != 2 or token_array.shape[1] != self.spec.hidden:
-            raise OpsError(
-                f"tokens are {number} {list(token_array.shape)}: wanted fp32, fp16 or bf16 [T, {self.spec.hidden}] (layer {self.layer})"
-            )
-        id_array, kind = as_array("ids", ids)
-        if kind not in ("int64", "int32", "int16") or id_array.ndim != 2 or len(id_array) != len(token_array):
-            raise OpsError(f"ids are {kind} {list(id_array.shape)}: wanted int64, int32 or int16 [{len(token_array)}, K]")
-        weight_array, weights_number = None, "none"
+    def _checked(self, tokens: Any, ids: Any, weights: Any, threads: int | None) -> Call:
+        rows = as_buffer("tokens", tokens)
+        if rows.kind not in _REAL or len(rows.shape) != 2 or rows.shape[1] != self.spec.hidden:
+            wanted = f"fp32, fp16 or bf16 [T, {self.spec.hidden}]"
+            raise OpsError(f"tokens of layer {self.layer} are {rows.kind} {list(rows.shape)}: wanted {wanted}")
+        picks = as_buffer("ids", ids)
+        if picks.kind not in ("int64", "int32", "int16") or len(picks.shape) != 2 or picks.shape[0] != rows.shape[0]:
+            raise OpsError(f"ids are {picks.kind} {list(picks.shape)}: wanted int64, int32 or int16 [{rows.shape[0]}, K]")
+        mass = None
         if weights is not None:
-            weight_array, weights_number = as_array("weights", weights)
-            if weights_number not in ("fp32", "fp16", "bf16") or weight_array.shape != id_array.shape:
-                raise OpsError(
-                    f"weights are {weights_number} {list(weight_array.shape)}: wanted fp32, fp16 or bf16 {list(id_array.shape)}, as ids"
-                )
-            weight_array = np.ascontiguousarray(weight_array)
-        return Call(np.ascontiguousarray(token_array), number, np.ascontiguousarray(id_array), weight_array, weights_number)
+            mass = as_buffer("weights", weights)
+            if mass.kind not in _REAL or mass.shape != picks.shape:
+                wanted = f"fp32, fp16 or bf16 {list(picks.shape)}, as ids"
+                raise OpsError(f"weights are {mass.kind} {list(mass.shape)}: wanted {wanted}")
+        if threads is not None and threads < 1:
+            raise OpsError(f"threads is {threads}: wanted 1 or more, or None for all allowed cores")
+        return Call(rows, picks, mass, threads or available_threads())
 
     def _bad_id(self, expert: int) -> OpsError:
         return OpsError(
@@ -175,7 +178,7 @@ class CompiledLayer(ExpertLayer):
 
     def __init__(self, spec: LayerSpec, layer: int = 0) -> None:
         super().__init__(spec, layer)
-        native.library()
+        self._moe = native.library().handle.hotset_moe
         self._c_layer = native.CLayer.of(spec)
         self._flip = 0x80808080 if spec.format == "int8" else 0
         # replaced, never changed: a call keeps the one that it began with
@@ -267,27 +270,28 @@ class CompiledLayer(ExpertLayer):
         if packed.dtype != np.uint8 or packed.shape != (size,) or not packed.flags.c_contiguous or packed.ctypes.data % 64:
             raise OpsError(f"a packed expert is {packed.dtype} {list(packed.shape)}: wanted {size} contiguous bytes on a multiple of 64")
 
-    def _run(self, call: Call, out: NDArray[Any] | None, picks: Floats | None, threads: int) -> None:
+    def _run(self, call: Call, out: Buffer) -> None:
         addresses, buffers = self._present
-        num_tokens, top_k = call.shape
+        num_tokens, top_k = call.ids.shape
+        weights = call.weights
         request = native.CCall(
-            addresses.ctypes.data,
-            call.tokens.ctypes.data,
-            call.ids.ctypes.data,
-            None if call.weights is None else call.weights.ctypes.data,
-            None if out is None else out.ctypes.data,
-            None if picks is None else picks.ctypes.data,
+            addresses.__array_interface__["data"][0],
+            call.tokens.address,
+            call.ids.address,
+            weights.address if weights else None,
+            out.address if weights else None,
+            None if weights else out.address,
             num_tokens,
             top_k,
-            call.ids.itemsize,
-            NUMBERS[call.tokens_number],
-            NUMBERS[call.weights_number],
-            NUMBERS[call.tokens_number],
-            threads,
+            _ID_BYTES[call.ids.kind],
+            NUMBERS[call.tokens.kind],
+            NUMBERS[weights.kind] if weights else 0,
+            NUMBERS[out.kind],
+            call.threads,
             0,
         )
-        status = native.moe(self._c_layer, request)
-        del buffers
+        status = self._moe(self._c_layer, request)
+        del buffers  # kept until here: another thread may drop an expert meanwhile
         if status == native.ABSENT:
             raise self._absent(request.bad_id)
         if status == native.BAD_ID:
@@ -297,7 +301,8 @@ class CompiledLayer(ExpertLayer):
 
 
 def available_threads() -> int:
-    """Threads the kernels use: `HOTSET_KERNEL_THREADS`, else the cores this process may run on (affinity, cgroup quota rounded up)."""
+    """Threads the kernels use: `HOTSET_KERNEL_THREADS`, else the cores this process may run on (affinity, cgroup quota
+    rounded up), as it was when first asked."""
     named = os.environ.get("HOTSET_KERNEL_THREADS")
     if named is not None:
         if not named.isdigit() or int(named) < 1:
@@ -306,6 +311,7 @@ def available_threads() -> int:
     return _allowed_cores()
 
 
+@lru_cache(maxsize=1)
 def _allowed_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
@@ -349,6 +355,10 @@ def _exact(bias: Floats, number: str) -> NDArray[Any]:
     if number == "bf16":
         return (bias.view(np.uint32) >> 16).astype(np.uint16)
     return bias.astype(np.float16) if number == "fp16" else bias
+
+
+def _is_writeable(value: Any) -> bool:
+    return bool(value.is_contiguous() if is_torch(value) else value.flags.c_contiguous and value.flags.writeable)
 
 
 def _empty_like(tokens: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:

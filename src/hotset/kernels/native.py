@@ -58,7 +58,7 @@ def library() -> build.Library:
     """The library, compiled on the first call. Raises BackendError as `build.load` does, each time."""
     loaded = build.load()
     handle = loaded.handle
-    handle.hotset_moe.argtypes = [POINTER(CLayer), POINTER(CCall)]
+    handle.hotset_moe.argtypes = [POINTER(CLayer), POINTER(CCall)]  # ctypes passes structures by reference
     handle.hotset_moe.restype = c_int32
     handle.hotset_pack.argtypes = [c_void_p, c_void_p, c_void_p, *[c_int64] * 6, c_uint32]
     handle.hotset_pack.restype = None
@@ -75,11 +75,6 @@ def library() -> build.Library:
 def instructions() -> str:
     """The instruction sets that the library uses: "AVX-512 AVX512-BF16 AVX512-VNNI"."""
     return str(library().handle.hotset_instructions().decode())
-
-
-def moe(layer: CLayer, call: CCall) -> int:
-    """Runs one call; returns a status."""
-    return int(library().handle.hotset_moe(ctypes.byref(layer), ctypes.byref(call)))
 
 
 def pack(packed: NDArray[np.uint8], data: NDArray[Any], layout: MatrixLayout, flip: int) -> None:

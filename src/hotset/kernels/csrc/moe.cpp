@@ -22,7 +22,6 @@ namespace {
 
 constexpr int kLanes = 16, kBlocks = 4, kPanel = kLanes * kBlocks;
 constexpr int kStep = 32;      // k's per step: the group of quantised activations; K is padded to it
-constexpr int kTile = 6;       // tokens that one pass over a panel serves: 4 x 6 sums fit 32 vector registers
 constexpr int kChunkK = 2048;  // k's of a panel used for all token tiles before going on: 128 KiB of bfloat16, for the L2 cache
 constexpr int kPrefetch = 1024;
 
@@ -57,11 +56,14 @@ float load_number(const uint8_t* from, int32_t number) {
     return number == kFloat16 ? from_f16(bits)[0] : from_bf16(bits)[0];
 }
 
-// One activation row of k's as a kernel wants it. Integer formats: kp signed bytes, then per step {float scale, int32 start}.
 struct StepScale {
     float scale;
     int32_t start;  // cancels the offset of unsigned weights: -offset times the sum of the step's activations
 };
+
+#define PRAGMA(x) _Pragma(#x)
+#define EACH(t) PRAGMA(GCC unroll 16) for (int t = 0; t < NT; t++)
+#define EACH_BLOCK(r) PRAGMA(GCC unroll 4) for (int r = 0; r < kBlocks; r++)
 
 // ---- formats -------------------------------------------------------------------------------------------------
 // kKs: k's in a 4-byte word. kBytes: bytes of activations that meet one word.
@@ -96,6 +98,7 @@ struct BF16 {
 struct F8 {
     static constexpr int kKs = 4, kBytes = 8;
     static constexpr bool kInteger = false, kScaled = true;
+    using Sum = f32x16;
     using Wide = Fp8Words;
     INLINE Wide widen(u32x16 w) { return Fp8Words::of(w); }
     INLINE f32x16 dot(f32x16 sum, const Wide& w, const uint8_t* a) {
@@ -106,6 +109,7 @@ struct I8 {  // stored with the sign bit flipped: byte = weight + 128
     static constexpr int kKs = 4, kBytes = 4, kOffset = 128;
     static constexpr float kUnit = 1.0f;
     static constexpr bool kInteger = true, kScaled = true;
+    using Sum = i32x16;
     using Wide = u32x16;
     INLINE Wide widen(u32x16 w) { return w; }
     INLINE i32x16 dot(i32x16 sum, const Wide& w, const uint8_t* a) { return dot_u8s8(sum, w, load<uint32_t>(a)); }
@@ -117,6 +121,7 @@ struct I4 {  // nibble = weight + 8
     static constexpr int kKs = 8, kBytes = 8, kOffset = 8;
     static constexpr float kUnit = 1.0f;
     static constexpr bool kInteger = true, kScaled = true;
+    using Sum = i32x16;
     using Wide = Nibbles;
     INLINE Wide widen(u32x16 w) { return {w & 0x0f0f0f0fu, (w >> 4) & 0x0f0f0f0fu}; }
     INLINE i32x16 dot(i32x16 sum, const Wide& w, const uint8_t* a) {
@@ -127,6 +132,7 @@ struct MXFP4 {  // E2M1 code -> twice its value plus 12
     static constexpr int kKs = 8, kBytes = 8, kOffset = 12;
     static constexpr float kUnit = 0.5f;
     static constexpr bool kInteger = true, kScaled = true;
+    using Sum = i32x16;
     using Wide = Nibbles;
     INLINE Wide widen(u32x16 w) {
         const u8x16 table = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -135,47 +141,60 @@ struct MXFP4 {  // E2M1 code -> twice its value plus 12
     INLINE i32x16 dot(i32x16 sum, const Wide& w, const uint8_t* a) { return I4::dot(sum, w, a); }
 };
 
-// Bytes of a prepared activation row.
+// Activations as a kernel wants them: tiles of `size` tokens, in blocks of one step (32 k's): every token's values for the step, then,
+// for integer formats, every token's StepScale. One pointer and constant distances reach all of a block.
 template <class F>
-int64_t row_bytes(int64_t kp) {
-    int64_t bytes = kp / F::kKs * F::kBytes + (F::kInteger ? kp / kStep * (int64_t)sizeof(StepScale) : 0);
-    return (bytes + 63) / 64 * 64 + 64;  // never a power of two: rows of one tile must not share their cache sets
+constexpr int64_t kStepBytes = kStep / F::kKs * F::kBytes;
+template <class F>
+constexpr int64_t kTokenBytes = kStepBytes<F> + (F::kInteger ? sizeof(StepScale) : 0);  // of one token in one block
+
+template <class F>
+INLINE StepScale* step_scale(const uint8_t* block, int64_t size, int64_t t) {
+    return (StepScale*)(block + size * kStepBytes<F>) + t;
 }
 
-// Writes step `step` (32 k's) of a prepared row.
+// Writes 32 values as token t of a block.
 template <class F>
-void prepare_step(uint8_t* row, int64_t kp, int64_t step, const float* x) {
-    uint8_t* to = row + step * (kStep / F::kKs * F::kBytes);
+void prepare_step(uint8_t* block, int64_t size, int64_t t, const float* x) {
+    uint8_t* to = block + t * kStepBytes<F>;
     if constexpr (F::kInteger) {
         f32x16 a = load<f32x16>(x), b = load<f32x16>(x + 16);
         f32x16 most = select((i32x16)(a < 0), -a, a), other = select((i32x16)(b < 0), -b, b);
         most = select((i32x16)(most < other), other, most);
-        float peak = 0;
-        for (int i = 0; i < 16; i++) peak = most[i] > peak ? most[i] : peak;
-        bool finite = peak <= 3.0e38f;
-        for (int i = 0; i < 16; i++) finite &= a[i] - a[i] == 0 && b[i] - b[i] == 0;
-        StepScale& scale = *(StepScale*)(row + kp / F::kKs * F::kBytes + step * (int64_t)sizeof(StepScale));
-        if (!finite) {  // NaN or infinity: everything that meets this step becomes NaN
+        const f32x16 zero = (a - a) + (b - b);  // NaN where a or b is infinite or NaN
+        float peak = 0, odd = 0;
+        for (int i = 0; i < 16; i++) {
+            peak = most[i] > peak ? most[i] : peak;
+            odd += zero[i];
+        }
+        StepScale& scale = *step_scale<F>(block, size, t);
+        if (odd != 0) {  // everything that meets this step becomes NaN
             std::memset(to, 0, kStep);
             scale = {as_float(0x7fc00000u), 0};
             return;
         }
-        float inverse = peak > 1.0e-35f ? 127.0f / peak : 0.0f;
-        int8_t q[kStep];
+        const float inverse = peak > 1.0e-35f ? 127.0f / peak : 0.0f;
+        const i32x16 qa = round_to_int(a * inverse), qb = round_to_int(b * inverse);
         int32_t sum = 0;
-        for (int i = 0; i < kStep; i++) {
-            q[i] = (int8_t)std::lrintf(x[i] * inverse);
-            sum += q[i];
-        }
-        for (int i = 0; i < kStep; i++) {
-            int j = F::kKs == 8 ? (i & ~7) + (i & 1) * 4 + ((i & 7) >> 1) : i;
-            to[j] = (uint8_t)q[i];
+        const i32x16 both = qa + qb;
+        for (int i = 0; i < 16; i++) sum += both[i];
+        if constexpr (F::kKs == 8) {  // even k's of a word, then odd ones
+            typedef int8_t i8x16 __attribute__((vector_size(16)));
+            const i8x16 ba = __builtin_convertvector(qa, i8x16), bb = __builtin_convertvector(qb, i8x16);
+            for (int i = 0; i < 16; i++) {
+                const int j = (i & 8) + (i & 1) * 4 + ((i & 7) >> 1);
+                to[j] = (uint8_t)ba[i];
+                to[16 + j] = (uint8_t)bb[i];
+            }
+        } else {
+            store(to, __builtin_convertvector((u32x16)qa, u8x16));
+            store(to + 16, __builtin_convertvector((u32x16)qb, u8x16));
         }
         scale = {peak / 127.0f * F::kUnit, -F::kOffset * sum};
     } else if constexpr (F::kBytes / F::kKs == 2) {
         for (int half = 0; half < 2; half++) {
             u16x16 h = to_bf16(load<f32x16>(x + 16 * half));
-            if (F::kKs == 4) {
+            if (F::kKs == 4) {  // a0 a2 a1 a3
                 u16x16 swapped;
                 for (int i = 0; i < 16; i++) swapped[i] = h[(i & ~3) + ((i & 1) << 1) + ((i & 2) >> 1)];
                 h = swapped;
@@ -197,111 +216,115 @@ struct Matrix {
     int32_t group_steps;  // steps that share a scale
 };
 
-// out[t][64] (+)= panel times token t, over steps [first, last). `out` carries the sums of the steps before.
+// out[t][64] += panel times token t of a tile, over steps [first, last): `out` carries the sums of the steps before.
+// Sums of formats without scales stay in registers for all steps, 4 blocks x NT. With scales, a block's 32 k's are summed in registers and
+// then scaled into `out`, so that every decoded word serves more tokens.
 template <class F, int NT>
-void panel_times(const Matrix& m, int64_t panel, int64_t first, int64_t last, const uint8_t* const* rows, float* out) {
+void panel_times(const Matrix& m, int64_t panel, int64_t first, int64_t last, const uint8_t* tile, float* out) {
     constexpr int kWords = kStep / F::kKs;
     const int64_t stride = m.kp / F::kKs * 64;
     const uint8_t* data = m.data + panel * m.panel_bytes + first * kWords * 64;
-    f32x16 total[kBlocks][NT];
-    for (int r = 0; r < kBlocks; r++)
-        for (int t = 0; t < NT; t++) total[r][t] = load<f32x16>(out + t * kPanel + r * kLanes);
-    const uint8_t* a[NT];
-    for (int t = 0; t < NT; t++) a[t] = rows[t] + first * (kWords * F::kBytes);
+    const uint8_t* a = tile + first * NT * kTokenBytes<F>;
 
     if constexpr (!F::kScaled) {
-        for (int64_t word = 0; word < (last - first) * kWords; word++) {
-            typename F::Wide w[kBlocks];
-#pragma GCC unroll 4
-            for (int r = 0; r < kBlocks; r++) {
-                const uint8_t* from = data + r * stride + word * 64;
-                __builtin_prefetch(from + kPrefetch);
-                w[r] = F::widen(load<u32x16>(from));
+        f32x16 total[kBlocks][NT];
+        EACH(t) EACH_BLOCK(r) total[r][t] = load<f32x16>(out + t * kPanel + r * kLanes);
+        for (int64_t step = first; step < last; step++) {
+#pragma GCC unroll 2
+            for (int word = 0; word < kWords; word++) {
+                typename F::Wide w[kBlocks];
+                EACH_BLOCK(r) {
+                    const uint8_t* from = data + r * stride + word * 64;
+                    __builtin_prefetch(from + kPrefetch);
+                    w[r] = F::widen(load<u32x16>(from));
+                }
+                EACH(t) EACH_BLOCK(r) total[r][t] = F::dot(total[r][t], w[r], a + t * kStepBytes<F> + word * F::kBytes);
             }
-#pragma GCC unroll 8
-            for (int t = 0; t < NT; t++)
-#pragma GCC unroll 4
-                for (int r = 0; r < kBlocks; r++) total[r][t] = F::dot(total[r][t], w[r], a[t] + word * F::kBytes);
+            data += kWords * 64;
+            a += NT * kTokenBytes<F>;
         }
+        EACH(t) EACH_BLOCK(r) store(out + t * kPanel + r * kLanes, total[r][t]);
     } else {
         const int number = m.scale_number, scale_block = kLanes * size_of(number);
         const uint8_t* scales = m.scales + panel * m.panel_scale_bytes + first / m.group_steps * kBlocks * scale_block;
         int64_t left = m.group_steps - first % m.group_steps;
         for (int64_t step = first; step < last; step++) {
             __builtin_prefetch(scales + 512);
-#pragma GCC unroll 4
+#pragma GCC unroll 1
             for (int r = 0; r < kBlocks; r++) {
                 const uint8_t* from = data + r * stride;
                 f32x16 scale = load_numbers(scales + r * scale_block, number);
+                typename F::Sum sum[NT];
                 if constexpr (F::kInteger) {
-                    const StepScale* step_scale[NT];
-                    i32x16 sum[NT];
-                    for (int t = 0; t < NT; t++) {
-                        step_scale[t] = (const StepScale*)(rows[t] + m.kp / F::kKs * F::kBytes) + step;
-                        sum[t] = i32x16{} + step_scale[t]->start;
-                    }
-#pragma GCC unroll 8
-                    for (int word = 0; word < kWords; word++) {
-                        __builtin_prefetch(from + word * 64 + kPrefetch);
-                        typename F::Wide w = F::widen(load<u32x16>(from + word * 64));
-#pragma GCC unroll 8
-                        for (int t = 0; t < NT; t++) sum[t] = F::dot(sum[t], w, a[t] + word * F::kBytes);
-                    }
-                    for (int t = 0; t < NT; t++) {
-                        f32x16 part = __builtin_convertvector(sum[t], f32x16) * step_scale[t]->scale;
-                        total[r][t] = fma(part, scale, total[r][t]);
-                    }
+                    EACH(t) sum[t] = i32x16{} + step_scale<F>(a, NT, t)->start;
                 } else {
-                    f32x16 sum[NT] = {};
+                    EACH(t) sum[t] = f32x16{};
+                }
 #pragma GCC unroll 8
-                    for (int word = 0; word < kWords; word++) {
-                        __builtin_prefetch(from + word * 64 + kPrefetch);
-                        typename F::Wide w = F::widen(load<u32x16>(from + word * 64));
-#pragma GCC unroll 8
-                        for (int t = 0; t < NT; t++) sum[t] = F::dot(sum[t], w, a[t] + word * F::kBytes);
+                for (int word = 0; word < kWords; word++) {
+                    __builtin_prefetch(from + word * 64 + kPrefetch);
+                    typename F::Wide w = F::widen(load<u32x16>(from + word * 64));
+                    EACH(t) sum[t] = F::dot(sum[t], w, a + t * kStepBytes<F> + word * F::kBytes);
+                }
+                EACH(t) {
+                    float* to = out + t * kPanel + r * kLanes;
+                    f32x16 part;
+                    if constexpr (F::kInteger) {
+                        part = __builtin_convertvector(sum[t], f32x16) * step_scale<F>(a, NT, t)->scale;
+                    } else {
+                        part = sum[t];
                     }
-                    for (int t = 0; t < NT; t++) total[r][t] = fma(sum[t], scale, total[r][t]);
+                    store(to, fma(part, scale, load<f32x16>(to)));
                 }
             }
             data += kWords * 64;
-            for (int t = 0; t < NT; t++) a[t] += kWords * F::kBytes;
+            a += NT * kTokenBytes<F>;
             if (--left == 0) {
                 left = m.group_steps;
                 scales += kBlocks * scale_block;
             }
         }
     }
-    for (int r = 0; r < kBlocks; r++)
-        for (int t = 0; t < NT; t++) store(out + t * kPanel + r * kLanes, total[r][t]);
 }
 
-// out[i][64] = panel times row i, plus bias, for `count` rows.
+// Sizes of tiles that are compiled, and the one that `count` tokens are cut into: 7 is 4 + 3, 5 is 6 with one computed in vain.
 template <class F>
-void panel_times_rows(const Matrix& m, int64_t panel, const uint8_t* const* rows, int64_t count, float* out) {
-    for (int64_t i = 0; i < count; i++)
-        for (int b = 0; b < kBlocks; b++) store(out + i * kPanel + b * kLanes, f32x16{});
-    const int64_t steps = m.kp / kStep, tiles = (count + kTile - 1) / kTile, chunk = tiles > 1 ? kChunkK / kStep : steps;
+constexpr int64_t kLargestTile = F::kScaled ? 8 : 6;
+int64_t compiled_size(int64_t n) { return n <= 4 ? n : n <= 6 ? 6 : 8; }
+
+struct Tile {
+    int64_t begin, size, count;  // rows [begin, begin + size) of the padded order, the first `count` of them wanted
+    const uint8_t* tokens;       // for the first matrix
+};
+
+template <class F>
+void tile_times(const Tile& tile, const Matrix& m, int64_t panel, int64_t first, int64_t last, const uint8_t* a, float* out) {
+    switch (tile.size) {
+        case 1: return panel_times<F, 1>(m, panel, first, last, a, out);
+        case 2: return panel_times<F, 2>(m, panel, first, last, a, out);
+        case 3: return panel_times<F, 3>(m, panel, first, last, a, out);
+        case 4: return panel_times<F, 4>(m, panel, first, last, a, out);
+        case 6: return panel_times<F, 6>(m, panel, first, last, a, out);
+    }
+    if constexpr (F::kScaled) panel_times<F, 8>(m, panel, first, last, a, out);
+}
+
+// out[i][64] = panel times row i, plus bias, for all rows of `count` tiles; inner: base of the tiles' activations, or null for tokens.
+template <class F>
+void panel_times_tiles(const Matrix& m, int64_t panel, const Tile* tiles, int64_t count, const uint8_t* inner, float* out) {
+    const int64_t begin = tiles[0].begin, rows = tiles[count - 1].begin + tiles[count - 1].size - begin;
+    std::memset(out, 0, rows * kPanel * sizeof(float));
+    const int64_t steps = m.kp / kStep, chunk = count > 1 ? kChunkK / kStep : steps;
     for (int64_t first = 0; first < steps; first += chunk) {
-        int64_t last = first + chunk < steps ? first + chunk : steps, done = 0;
-        for (int64_t tile = 0; tile < tiles; tile++) {
-            int64_t size = (count - done) / (tiles - tile);  // even tiles: 7 is 3 + 4
-            const uint8_t* const* r = rows + done;
-            float* o = out + done * kPanel;
-            switch (size) {
-                case 1: panel_times<F, 1>(m, panel, first, last, r, o); break;
-                case 2: panel_times<F, 2>(m, panel, first, last, r, o); break;
-                case 3: panel_times<F, 3>(m, panel, first, last, r, o); break;
-                case 4: panel_times<F, 4>(m, panel, first, last, r, o); break;
-                case 5: panel_times<F, 5>(m, panel, first, last, r, o); break;
-                default: panel_times<F, 6>(m, panel, first, last, r, o);
-            }
-            done += size;
-        }
+        const int64_t last = first + chunk < steps ? first + chunk : steps;
+        for (const Tile* t = tiles; t < tiles + count; t++)
+            tile_times<F>(*t, m, panel, first, last, inner ? inner + t->begin * steps * kTokenBytes<F> : t->tokens,
+                          out + (t->begin - begin) * kPanel);
     }
     if (m.bias)
         for (int b = 0; b < kBlocks; b++) {
             f32x16 bias = load<f32x16>(m.bias + panel * kPanel + b * kLanes);
-            for (int64_t i = 0; i < count; i++) {
+            for (int64_t i = 0; i < rows; i++) {
                 float* o = out + i * kPanel + b * kLanes;
                 store(o, load<f32x16>(o) + bias);
             }
@@ -376,20 +399,23 @@ struct Scratch {
 constexpr int64_t kMaxTokens = 1024;  // of one pass: bounds the scratch; longer calls make several passes
 
 struct Group {
-    int64_t expert, begin, end;  // picks of one expert, in sorted order
+    int64_t expert, first_tile, num_tiles;
 };
 
 struct Job {
     const HotsetLayer* layer;
     const HotsetCall* call;
     int64_t first_token, num_tokens, num_groups, h_panels, out_panels, hp, fp;
-    const Group* groups;
-    const int32_t* order;  // sorted picks: index t * K + k within this pass
-    uint8_t* token_rows;
-    uint8_t* inner_rows;
-    int64_t token_row_bytes, inner_row_bytes;
-    uint8_t* slots;  // per thread
-    int64_t slot_bytes;
+    const Group* groups;  // by expert
+    const Tile* tiles;    // by group
+    const int32_t* gathered;  // tiles of more than one token
+    const int32_t* order;  // padded order -> pick t * K + k within this pass
+    const int32_t* place;  // its inverse, -1 = no pick
+    uint8_t* token_rows;   // [T] tiles of one
+    uint8_t* token_tiles;
+    uint8_t* inner_tiles;
+    uint8_t* slots;  // per thread: sums [padded rows][64]
+    int64_t token_row_bytes, slot_bytes;
 };
 
 int64_t read_id(const HotsetCall& c, int64_t i) {
@@ -436,61 +462,70 @@ void run_task(void* opaque, int phase, int64_t task, int slot) {
                     for (int q = 0; q < 16; q++)
                         x[i + q] = k + q < H ? load_number(token + (k + q) * size_of(c.tokens_number), c.tokens_number) : 0.0f;
             }
-            prepare_step<F>(row, j.hp, step, x);
+            prepare_step<F>(row + step * kTokenBytes<F>, 1, 0, x);
         }
         return;
     }
-    uint8_t* base = j.slots + slot * j.slot_bytes;
-    const uint8_t** rows = (const uint8_t**)base;
-    float* sums = (float*)(base + (j.num_tokens * K * (int64_t)sizeof(void*) + 63) / 64 * 64);
-    if (phase == 1) {  // 64 rows of the first matrix of one expert, for all its tokens
-        const Group& g = j.groups[task / j.h_panels];
-        const int64_t panel = task % j.h_panels, count = g.end - g.begin;
-        for (int64_t i = 0; i < count; i++) rows[i] = j.token_rows + j.order[g.begin + i] / K * j.token_row_bytes;
-        panel_times_rows<F>(matrix(l, c.experts[g.expert], false, j.hp), panel, rows, count, sums);
-        const int made = l.gated ? kPanel / 2 : kPanel;
-        for (int64_t i = 0; i < count; i++) {
-            float* s = sums + i * kPanel;
-            for (int b = 0; b < made; b += kLanes) {
-                f32x16 x = load<f32x16>(s + b);
-                if (l.gated) {
-                    f32x16 up = load<f32x16>(s + kPanel / 2 + b), limit = splat(l.limit);
-                    x = select((i32x16)(x > limit), limit, x);
-                    up = select((i32x16)(up > limit), limit, up);
-                    up = select((i32x16)(up < -limit), -limit, up);
-                    x = activate(x, l.activation, l.alpha) * (up + l.up_offset);
-                } else {
-                    x = activate(x, l.activation, l.alpha);
-                }
-                const int64_t row = panel * made + b;  // rows past F meet weights of zero, but inf * 0 would not be zero
-                if (row + kLanes > l.intermediate)
-                    for (int q = 0; q < kLanes; q++)
-                        if (row + q >= l.intermediate) x[q] = 0.0f;
-                store(s + b, x);
+    if (phase == 1) {  // one tile of several tokens
+        const Tile& tile = j.tiles[j.gathered[task]];
+        const int64_t values = kStepBytes<F>, block = tile.size * kTokenBytes<F>;
+        uint8_t* to = (uint8_t*)tile.tokens;
+        for (int64_t t = 0; t < tile.count; t++) {
+            const uint8_t* from = j.token_rows + j.order[tile.begin + t] / K * j.token_row_bytes;
+            for (int64_t step = 0; step < j.hp / kStep; step++) {
+                std::memcpy(to + step * block + t * values, from + step * kTokenBytes<F>, values);
+                if (F::kInteger) *step_scale<F>(to + step * block, tile.size, t) = *step_scale<F>(from + step * kTokenBytes<F>, 1, 0);
             }
-            uint8_t* row = j.inner_rows + j.order[g.begin + i] * j.inner_row_bytes;
-            for (int b = 0; b < made; b += kStep)
-                if (panel * made + b < j.fp) prepare_step<F>(row, j.fp, (panel * made + b) / kStep, s + b);
         }
+        return;
+    }
+    float* sums = (float*)(j.slots + slot * j.slot_bytes);
+    if (phase == 2) {  // 64 rows of the first matrix of one expert, for all its tokens
+        const Group& g = j.groups[task / j.h_panels];
+        const Tile* tiles = j.tiles + g.first_tile;
+        const int64_t panel = task % j.h_panels;
+        panel_times_tiles<F>(matrix(l, c.experts[g.expert], false, j.hp), panel, tiles, g.num_tiles, nullptr, sums);
+        const int made = l.gated ? kPanel / 2 : kPanel;
+        for (const Tile* tile = tiles; tile < tiles + g.num_tiles; tile++)
+            for (int64_t t = 0; t < tile->count; t++) {
+                float* s = sums + (tile->begin - tiles->begin + t) * kPanel;
+                for (int b = 0; b < made; b += kLanes) {
+                    f32x16 x = load<f32x16>(s + b);
+                    if (l.gated) {
+                        f32x16 up = load<f32x16>(s + kPanel / 2 + b), limit = splat(l.limit);
+                        x = select((i32x16)(x > limit), limit, x);
+                        up = select((i32x16)(up > limit), limit, up);
+                        up = select((i32x16)(up < -limit), -limit, up);
+                        x = activate(x, l.activation, l.alpha) * (up + l.up_offset);
+                    } else {
+                        x = activate(x, l.activation, l.alpha);
+                    }
+                    const int64_t row = panel * made + b;  // rows past F meet weights of zero, but inf * 0 would not be zero
+                    if (row + kLanes > l.intermediate)
+                        for (int q = 0; q < kLanes; q++)
+                            if (row + q >= l.intermediate) x[q] = 0.0f;
+                    store(s + b, x);
+                }
+                uint8_t* inner = j.inner_tiles + tile->begin * (j.fp / kStep) * kTokenBytes<F>;
+                for (int b = 0; b < made; b += kStep) {
+                    const int64_t step = (panel * made + b) / kStep;
+                    if (step < j.fp / kStep) prepare_step<F>(inner + step * tile->size * kTokenBytes<F>, tile->size, t, s + b);
+                }
+            }
         return;
     }
     // 64 rows of the output: every expert's share, then the picks of each token in the router's order
     const int64_t width = H - task * kPanel < kPanel ? H - task * kPanel : kPanel;
-    int32_t* place = (int32_t*)(sums + j.num_tokens * K * kPanel);  // of each pick in sorted order
-    for (int64_t i = 0; i < j.num_tokens * K; i++) place[i] = -1;
     for (int64_t n = 0; n < j.num_groups; n++) {
         const Group& g = j.groups[n];
-        for (int64_t i = g.begin; i < g.end; i++) {
-            rows[i - g.begin] = j.inner_rows + j.order[i] * j.inner_row_bytes;
-            place[j.order[i]] = (int32_t)i;
-        }
-        panel_times_rows<F>(matrix(l, c.experts[g.expert], true, j.fp), task, rows, g.end - g.begin, sums + g.begin * kPanel);
+        const Tile* tiles = j.tiles + g.first_tile;
+        panel_times_tiles<F>(matrix(l, c.experts[g.expert], true, j.fp), task, tiles, g.num_tiles, j.inner_tiles, sums + tiles->begin * kPanel);
     }
     for (int64_t t = 0; t < j.num_tokens; t++) {
         alignas(64) float total[kPanel] = {};
         for (int64_t k = 0; k < K; k++) {
             const int64_t pick = t * K + k, global = (j.first_token + t) * K + k;
-            const float* s = place[pick] < 0 ? nullptr : sums + place[pick] * kPanel;
+            const float* s = j.place[pick] < 0 ? nullptr : sums + j.place[pick] * kPanel;
             if (c.picks) {
                 float* to = c.picks + global * H + task * kPanel;
                 if (s) std::memcpy(to, s, width * sizeof(float));
@@ -513,9 +548,20 @@ void run_task(void* opaque, int phase, int64_t task, int slot) {
     }
 }
 
+// Cuts a scratch buffer into parts on multiples of 64 bytes.
+struct Cutter {
+    uint8_t* at;
+    template <class T>
+    T* take(int64_t count) {
+        T* part = (T*)at;
+        at += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
+        return part;
+    }
+};
+
 template <class F>
 int32_t run_layer(const HotsetLayer& l, const HotsetCall& c) {
-    static Scratch row_scratch, group_scratch;  // one job at a time: guarded by the pool's gate
+    static Scratch scratch;  // one job at a time: guarded by the pool's gate
     Pool& pool = Pool::instance();
     std::lock_guard<std::mutex> hold(pool.gate());
     Job j;
@@ -526,42 +572,79 @@ int32_t run_layer(const HotsetLayer& l, const HotsetCall& c) {
     const int made = l.gated ? kPanel / 2 : kPanel;
     j.h_panels = (l.intermediate + made - 1) / made;
     j.out_panels = (l.hidden + kPanel - 1) / kPanel;
-    j.token_row_bytes = row_bytes<F>(j.hp);
-    j.inner_row_bytes = row_bytes<F>(j.fp);
+    j.token_row_bytes = j.hp / kStep * kTokenBytes<F>;
+    const int64_t inner_row_bytes = j.fp / kStep * kTokenBytes<F>;
     const int64_t K = c.top_k, most = c.num_tokens < kMaxTokens ? c.num_tokens : kMaxTokens, picks = most * K;
-    j.slot_bytes = (picks * (int64_t)sizeof(void*) + 63) / 64 * 64 + picks * (kPanel * 4 + 4);
-    j.slot_bytes = (j.slot_bytes + 63) / 64 * 64 + 64;
+    const int64_t most_groups = picks < l.num_experts ? picks : l.num_experts, padded = picks + most_groups;
     const int threads = c.threads > 0 ? c.threads : 1;
-    size_t rows = most * j.token_row_bytes, inner = picks * j.inner_row_bytes;
-    if (!row_scratch.reserve(rows + inner + threads * j.slot_bytes)) return kNoMemory;
-    if (!group_scratch.reserve((l.num_experts + 1) * 8 + l.num_experts * sizeof(Group) + picks * 4)) return kNoMemory;
-    j.token_rows = row_scratch.data;
-    j.inner_rows = j.token_rows + rows;
-    j.slots = j.inner_rows + inner;
-    int64_t* start = (int64_t*)group_scratch.data;
-    Group* groups = (Group*)(start + l.num_experts + 1);
-    int32_t* order = (int32_t*)(groups + l.num_experts);
+
+    uint8_t* start_of_scratch = scratch.data;
+    int64_t* next = nullptr;
+    Group* groups = nullptr;
+    Tile* tiles = nullptr;
+    int32_t *gathered = nullptr, *order = nullptr, *place = nullptr;
+    auto cut = [&](uint8_t* base) {
+        Cutter cutter{base};
+        next = cutter.take<int64_t>(l.num_experts + 1);
+        groups = cutter.take<Group>(most_groups);
+        tiles = cutter.take<Tile>(padded);
+        gathered = cutter.take<int32_t>(padded);
+        order = cutter.take<int32_t>(padded);
+        place = cutter.take<int32_t>(picks);
+        j.token_rows = cutter.take<uint8_t>(most * j.token_row_bytes);
+        j.token_tiles = cutter.take<uint8_t>(padded * j.token_row_bytes);
+        j.inner_tiles = cutter.take<uint8_t>(padded * inner_row_bytes);
+        j.slot_bytes = (padded * kPanel * (int64_t)sizeof(float) + 63) / 64 * 64 + 64;
+        j.slots = cutter.take<uint8_t>(threads * j.slot_bytes);
+        return (size_t)(cutter.at - base);
+    };
+    if (!scratch.reserve(cut(start_of_scratch))) return kNoMemory;
+    cut(scratch.data);
     j.groups = groups;
+    j.tiles = tiles;
+    j.gathered = gathered;
     j.order = order;
+    j.place = place;
     for (j.first_token = 0; j.first_token < c.num_tokens; j.first_token += j.num_tokens) {
         j.num_tokens = c.num_tokens - j.first_token < kMaxTokens ? c.num_tokens - j.first_token : kMaxTokens;
-        std::memset(start, 0, (l.num_experts + 1) * sizeof(int64_t));
         const int64_t n = j.num_tokens * K, offset = j.first_token * K;
+        std::memset(next, 0, (l.num_experts + 1) * sizeof(int64_t));
         auto id_of = [&](int64_t i) {
-            int64_t id = read_id(c, offset + i);
-            return id >= 0 && id < l.num_experts ? id : -1;
+            const int64_t id = read_id(c, offset + i);
+            return id >= 0 && id < l.num_experts ? id : l.num_experts;
         };
-        for (int64_t i = 0; i < n; i++)
-            if (int64_t id = id_of(i); id >= 0) start[id + 1]++;
+        for (int64_t i = 0; i < n; i++) next[id_of(i)]++;
+        int64_t num_tiles = 0, num_gathered = 0, begin = 0;
         j.num_groups = 0;
         for (int64_t e = 0; e < l.num_experts; e++) {
-            if (start[e + 1]) groups[j.num_groups++] = {e, start[e], start[e] + start[e + 1]};
-            start[e + 1] += start[e];
+            int64_t count = next[e];
+            next[e] = begin;
+            if (!count) continue;
+            Group& g = groups[j.num_groups++];
+            g = {e, num_tiles, (count + kLargestTile<F> - 1) / kLargestTile<F>};
+            const int64_t size = compiled_size((count + g.num_tiles - 1) / g.num_tiles);
+            for (int64_t i = 0; i < g.num_tiles; i++, count -= size) {
+                Tile& tile = tiles[num_tiles];
+                tile.begin = begin;
+                tile.count = count < size ? count : size;
+                tile.size = compiled_size(tile.count);
+                tile.tokens = j.token_tiles + begin * j.token_row_bytes;
+                if (tile.size > 1) gathered[num_gathered++] = (int32_t)num_tiles;
+                begin += tile.size;
+                num_tiles++;
+            }
         }
-        for (int64_t i = 0; i < n; i++)
-            if (int64_t id = id_of(i); id >= 0) order[start[id]++] = (int32_t)i;
-        const int64_t tasks[3] = {j.num_groups ? j.num_tokens : 0, j.num_groups * j.h_panels, j.out_panels};
-        pool.run(&j, run_task<F>, 3, tasks, threads);
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t id = id_of(i);
+            place[i] = -1;
+            if (id == l.num_experts) continue;
+            place[i] = (int32_t)next[id]++;
+            order[place[i]] = (int32_t)i;
+        }
+        for (int64_t i = 0; i < num_tiles; i++)
+            if (tiles[i].size == 1) tiles[i].tokens = j.token_rows + order[tiles[i].begin] / K * j.token_row_bytes;
+        const int64_t tasks[4] = {j.num_groups ? j.num_tokens : 0, num_gathered, j.num_groups * j.h_panels, j.out_panels};
+        pool.run(&j, run_task<F>, 4, tasks, threads);
     }
     return kOk;
 }

@@ -64,6 +64,11 @@ INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #endif
 }
 
+// round to nearest even, for |x| < 2^22
+INLINE i32x16 round_to_int(f32x16 x) {
+    return (i32x16)(x + 12582912.0f) - (int32_t)0x4b400000;  // 1.5 * 2^23
+}
+
 // ---- half precision ------------------------------------------------------------------------------------------
 
 INLINE f32x16 from_bf16(u16x16 h) { return (f32x16)(__builtin_convertvector(h, u32x16) << 16); }
