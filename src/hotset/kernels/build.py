@@ -1,11 +1,12 @@
 """Compiles the kernels for this very CPU on first use, and keeps the result.
 
-Knows: which compiler, which flags, where the library is kept, and how two processes share one build. Does not know: what the kernels
-compute.
+Knows: which compiler, which flags, where the library is kept, and how two processes share one build. Does not know:
+what the kernels compute.
 
-A library is named by a digest of the sources, the flags, the compiler and the CPU, so that a home directory shared by several machines holds one each.
-It is compiled under a temporary name, in the cache directory, with a lock held; renamed onto its own name only when it loads. A build that was
-killed leaves a temporary file that the next builder removes, and a lock that the kernel has already released.
+A library is named by a digest of the sources, the flags, the compiler and the CPU, so that a home directory shared by
+several machines holds one each. It is compiled under a temporary name, in the cache directory, with a lock held;
+renamed onto its own name only when it loads. A build that was killed leaves a temporary file that the next builder
+removes, and a lock that the kernel has already released.
 """
 
 from __future__ import annotations
@@ -32,9 +33,19 @@ ABI = 1
 """What `hotset_abi` of the sources returns: changes with the C interface."""
 
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-O2", "-march=native", "-std=c++20", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-w")
-"""-O2: GCC 12 takes two minutes over these templates at -O3, eight seconds at -O2, and the loops that matter are unrolled by
-pragma either way. -ffp-contract=fast lets a * b + c be one instruction; nothing else relaxes arithmetic."""
+FLAGS = (
+    "-O2",
+    "-march=native",
+    "-std=c++20",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-w",
+)
+"""-O2: GCC 12 takes two minutes over these templates at -O3, eight seconds at -O2, and the loops that matter are
+unrolled by pragma either way. -ffp-contract=fast lets a * b + c be one instruction; nothing else relaxes arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,8 @@ def digest(compiler: Compiler, flags: tuple[str, ...]) -> str:
 def load() -> Library:
     """The library for this CPU, compiled if it is not in the cache.
 
-    Raises BackendError: no compiler, a failed build (the compiler's first complaint), a cache directory that cannot be written.
+    Raises BackendError: no compiler, a failed build (the compiler's first complaint), a cache directory that cannot be
+    written.
     """
     compiler, options = Compiler.find(), flags()
     target = cache_directory() / f"{digest(compiler, options)}.so"
@@ -128,7 +140,8 @@ def load() -> Library:
             return _build(target, compiler, options)
     except OSError as problem:
         raise BackendError(
-            f"{problem.filename or target.parent}: {problem.strerror}: the kernels cannot be kept there, set HOTSET_CACHE to a folder that can be written"
+            f"{problem.filename or target.parent}: {problem.strerror}: "
+            "the kernels cannot be kept there, set HOTSET_CACHE to a folder that can be written"
         ) from None
 
 
@@ -147,10 +160,13 @@ def _build(target: Path, compiler: Compiler, options: tuple[str, ...]) -> Librar
             complaint = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
             raise BackendError(f"{compiler.path} failed on the kernels with {done.returncode}: {complaint}")
         if _open(temporary) is None:
-            raise BackendError(f"{compiler.path} made a library that does not load: see HOTSET_KERNEL_FLAGS and HOTSET_CXX")
+            raise BackendError(
+                f"{compiler.path} made a library that does not load: see HOTSET_KERNEL_FLAGS and HOTSET_CXX"
+            )
     seconds = time.perf_counter() - started
     write_json(
-        target.with_suffix(".json"), {"compiler": compiler.version(), "command": command, "build_seconds": round(seconds, 2)}
+        target.with_suffix(".json"),
+        {"compiler": compiler.version(), "command": command, "build_seconds": round(seconds, 2)},
     )
     handle = _open(target)
     assert handle is not None, "the same bytes loaded a moment ago"

@@ -1,11 +1,12 @@
 """What one expert's weights look like as stored, and as packed for the kernels.
 
-Knows: the formats of checkpoints (shapes, scales, groups), the activation between the two matrices, and the byte layout of a packed expert.
-Does not know: which expert is where, threads, the compiled library.
+Knows: the formats of checkpoints (shapes, scales, groups), the activation between the two matrices, and the byte layout
+of a packed expert. Does not know: which expert is where, threads, the compiled library.
 
-Shapes: the first matrix ("gate_up") is [2F, H], or [F, H] without a gate; the second ("down") is [H, F]. Rows of a gated first matrix are all
-gates then all ups, or alternate (`interleaved`, gpt-oss). `transposed` swaps both shapes (gpt-oss, some others). NumPy has no bfloat16 and no
-float8: such values are np.uint16 and np.uint8 bits here; torch tensors are taken as they are.
+Shapes: the first matrix ("gate_up") is [2F, H], or [F, H] without a gate; the second ("down") is [H, F]. Rows of a
+gated first matrix are all gates then all ups, or alternate (`interleaved`, gpt-oss). `transposed` swaps both shapes
+(gpt-oss, some others). NumPy has no bfloat16 and no float8: such values are np.uint16 and np.uint8 bits here; torch
+tensors are taken as they are.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3,
 
 @dataclass(frozen=True)
 class Format:
-    """How weights are stored. `scales` says what shares a scale: nothing, a row, `group` k's of a row, or a block of 128 rows x 128 k's."""
+    """How weights are stored. `scales` says what shares a scale: nothing, a row, `group` k's of a row, or a block of
+    128 rows x 128 k's."""
 
     name: str
     code: int
@@ -71,16 +73,18 @@ FORMATS: dict[str, Format] = {
         Format("mxfp8", 6, 8, np.uint8, "group", 32, ("e8m0",)),
     )
 }
-"""int8: weight times the row's scale. int4: two weights a byte, low nibble first, stored + 8. fp8 and mxfp8: E4M3 (no infinities).
-mxfp4: E2M1 codes, low nibble first. e8m0: a power of two, exponent + 127 (OCP Microscaling Formats 1.0)."""
+"""int8: weight times the row's scale. int4: two weights a byte, low nibble first, stored + 8. fp8 and mxfp8: E4M3 (no
+infinities). mxfp4: E2M1 codes, low nibble first. e8m0: a power of two, exponent + 127 (OCP Microscaling Formats
+1.0)."""
 
 
 @dataclass(frozen=True)
 class Activation:
-    """Between the matrices. Gated: act(min(gate, limit) * alpha-scaled) * (clamp(up, -limit, limit) + up_offset); otherwise act(x).
+    """Between the matrices. Gated: act(min(gate, limit) * alpha-scaled) * (clamp(up, -limit, limit) + up_offset);
+    otherwise act(x).
 
-    SwiGLU is the default. gpt-oss: `Activation("silu", alpha=1.702, limit=7.0, up_offset=1.0)`. DeepSeek-V4: `Activation(limit=10.0)`.
-    alpha only changes silu: x * sigmoid(alpha * x).
+    SwiGLU is the default. gpt-oss: `Activation("silu", alpha=1.702, limit=7.0, up_offset=1.0)`. DeepSeek-V4:
+    `Activation(limit=10.0)`. alpha only changes silu: x * sigmoid(alpha * x).
     """
 
     kind: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
@@ -125,7 +129,9 @@ class LayerSpec:
         if not self.scale_number:
             object.__setattr__(self, "scale_number", kind.scale_numbers[0])
         if self.scale_number not in kind.scale_numbers:
-            raise OpsError(f"{self.format} scales in {self.scale_number}: wanted one of {', '.join(kind.scale_numbers)}")
+            raise OpsError(
+                f"{self.format} scales in {self.scale_number}: wanted one of {', '.join(kind.scale_numbers)}"
+            )
         if self.bias not in ("none", *_REAL):
             raise OpsError(f"biases in {self.bias!r}: wanted none, fp32, fp16 or bf16")
         if self.transposed and kind.scales != "none":
@@ -175,7 +181,8 @@ class MatrixLayout:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A packed expert: one buffer that holds both matrices, their scales and biases, each part on a multiple of 64 bytes."""
+    """A packed expert: one buffer that holds both matrices, their scales and biases, each part on a multiple of 64
+    bytes."""
 
     first: MatrixLayout
     second: MatrixLayout
@@ -194,7 +201,9 @@ class Layout:
         if not spec.gated:
             first = unit.reshape(-1)
         elif spec.interleaved:
-            first = np.concatenate([np.where(unit < 0, -1, 2 * unit), np.where(unit < 0, -1, 2 * unit + 1)], 1).reshape(-1)
+            first = np.concatenate([np.where(unit < 0, -1, 2 * unit), np.where(unit < 0, -1, 2 * unit + 1)], 1).reshape(
+                -1
+            )
         else:
             first = np.concatenate([unit, np.where(unit < 0, -1, unit + f)], 1).reshape(-1)
         second = np.arange(math.ceil(spec.hidden / PANEL) * PANEL)
@@ -216,8 +225,8 @@ class Layout:
             stored += rows * row_bytes + math.prod(_scale_shape(kind, rows, k)) * NUMBER_BYTES[spec.scale_number]
             parts.append(
                 MatrixLayout(
-                    rows, k, panels, padded_k, row_bytes, padded_k * kind.bits // 32, group_steps, groups, source.astype(np.int32),
-                    data_at, scales_at, bias_at,
+                    rows, k, panels, padded_k, row_bytes, padded_k * kind.bits // 32, group_steps, groups,
+                    source.astype(np.int32), data_at, scales_at, bias_at,
                 )
             )  # fmt: skip
         return Layout(parts[0], parts[1], at, stored)
@@ -225,11 +234,12 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class ExpertWeights:
-    """One expert as stored: NumPy arrays or torch tensors on the CPU. See `LayerSpec` and `FORMATS` for shapes and dtypes.
+    """One expert as stored: NumPy arrays or torch tensors on the CPU. See `LayerSpec` and `FORMATS` for shapes and
+    dtypes.
 
-    gate_up: [2F, H] ([F, H] without a gate); down: [H, F]; two weights a byte in 4-bit formats ([2F, H/2], or gpt-oss' [2F, H/32, 16]).
-    Scales: int8, fp8_channel [2F] and [H]; groups [2F, ceil(H/group)] and [H, ceil(F/group)]; fp8_block128 [ceil(2F/128), ceil(H/128)]
-    and [ceil(H/128), ceil(F/128)]. Biases: [2F] and [H].
+    gate_up: [2F, H] ([F, H] without a gate); down: [H, F]; two weights a byte in 4-bit formats ([2F, H/2], or gpt-oss'
+    [2F, H/32, 16]). Scales: int8, fp8_channel [2F] and [H]; groups [2F, ceil(H/group)] and [H, ceil(F/group)];
+    fp8_block128 [ceil(2F/128), ceil(H/128)] and [ceil(H/128), ceil(F/128)]. Biases: [2F] and [H].
     """
 
     gate_up: Any
@@ -288,7 +298,8 @@ def as_buffer(name: str, value: Any) -> Buffer:
 
 
 def as_array(name: str, value: Any) -> tuple[NDArray[Any], str]:
-    """The bits of an array or CPU tensor as NumPy, strides kept, not copied, and its kind as in `Buffer`. Raises OpsError as `as_buffer`."""
+    """The bits of an array or CPU tensor as NumPy, strides kept, not copied, and its kind as in `Buffer`. Raises
+    OpsError as `as_buffer`."""
     if is_torch(value):
         if value.device.type != "cpu":
             raise OpsError(f"{name} is on {value.device}: wanted the CPU")
@@ -314,8 +325,11 @@ def _torch_kind(dtype: Any) -> str:
     return _TORCH_KINDS.get(name, name)
 
 
-def checked_weights(spec: LayerSpec, weights: ExpertWeights) -> tuple[tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None], ...]:
-    """((data, scales, bias) of the first matrix, of the second): shapes and types as `spec` says, scales [N, groups] and finite.
+def checked_weights(
+    spec: LayerSpec, weights: ExpertWeights
+) -> tuple[tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None], ...]:
+    """((data, scales, bias) of the first matrix, of the second): shapes and types as `spec` says, scales [N, groups]
+    and finite.
 
     data is [N, K] in stored elements (or [N, ceil(K/2)] bytes), perhaps a transposed view. Raises OpsError otherwise.
     """
@@ -325,7 +339,9 @@ def checked_weights(spec: LayerSpec, weights: ExpertWeights) -> tuple[tuple[NDAr
         scales = _checked_scales(spec, f"{name}_scale", getattr(weights, f"{name}_scale"), rows, k)
         bias_name, bias = f"{name}_bias", getattr(weights, f"{name}_bias")
         if (bias is None) != (spec.bias == "none"):
-            raise OpsError(f"{bias_name} is {'missing' if bias is None else 'there'}, but the layer's biases are {spec.bias!r}")
+            raise OpsError(
+                f"{bias_name} is {'missing' if bias is None else 'there'}, but the layer's biases are {spec.bias!r}"
+            )
         if bias is not None:
             array, kind = as_array(bias_name, bias)
             if kind != spec.bias or array.shape != (rows,):
@@ -406,7 +422,8 @@ def float_to_numbers(array: NDArray[Any], number: str) -> NDArray[Any]:
 
 def fp8_to_float(codes: Bytes) -> Floats:
     """float32 values of E4M3 codes (no infinities; 0x7f and 0xff are NaN)."""
-    return _fp8_table()[codes]
+    values: Floats = _fp8_table()[codes]
+    return values
 
 
 def _fp8_table() -> Floats:
@@ -414,7 +431,8 @@ def _fp8_table() -> Floats:
     exponent, mantissa = (code >> 3) & 15, code & 7
     value = np.where(exponent > 0, np.ldexp(8.0 + mantissa, exponent - 10), np.ldexp(mantissa * 1.0, -9))
     value[code & 0x7F == 0x7F] = np.nan
-    return np.where(code & 0x80, -value, value).astype(np.float32)
+    signed: Floats = np.where(code & 0x80, -value, value).astype(np.float32)
+    return signed
 
 
 def float_to_fp8(values: NDArray[Any]) -> Bytes:
@@ -422,13 +440,16 @@ def float_to_fp8(values: NDArray[Any]) -> Bytes:
     magnitudes = _fp8_table()[:127].astype(np.float64)
     size = np.minimum(np.abs(values), 448.0)
     code = np.searchsorted((magnitudes[1:] + magnitudes[:-1]) / 2, size)
-    return (code + np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
+    signed: Bytes = (code + np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
+    return signed
 
 
 def dequantise(spec: LayerSpec, weights: ExpertWeights) -> tuple[Floats, Floats, Floats | None, Floats | None]:
-    """(gate_up [2F, H] gates first, down [H, F], gate_up bias [2F], down bias [H]): the float32 values an expert stands for.
+    """(gate_up [2F, H] gates first, down [H, F], gate_up bias [2F], down bias [H]): the float32 values an expert stands
+    for.
 
-    Exact for every format: a product of a scale and an element of at most 8 bits (fp32 scales round once). Raises OpsError as `checked_weights` does.
+    Exact for every format: a product of a scale and an element of at most 8 bits (fp32 scales round once). Raises
+    OpsError as `checked_weights` does.
     """
     values: list[Floats] = []
     biases: list[Floats | None] = []
@@ -456,12 +477,17 @@ def dequantise(spec: LayerSpec, weights: ExpertWeights) -> tuple[Floats, Floats,
 
 
 def quantise(
-    spec: LayerSpec, gate_up: NDArray[Any], down: NDArray[Any], gate_up_bias: NDArray[Any] | None = None, down_bias: NDArray[Any] | None = None
+    spec: LayerSpec,
+    gate_up: NDArray[Any],
+    down: NDArray[Any],
+    gate_up_bias: NDArray[Any] | None = None,
+    down_bias: NDArray[Any] | None = None,
 ) -> ExpertWeights:
-    """An expert of this spec nearest to real values: gate_up [2F, H] with gates first, down [H, F], biases [2F] and [H].
+    """An expert of this spec nearest to real values: gate_up [2F, H] with gates first, down [H, F], biases [2F] and
+    [H].
 
-    Scales are the largest magnitude of what shares them over the largest code (a power of two for e8m0). Plain rounding, nothing
-    clever: for tests, demos and measurements.
+    Scales are the largest magnitude of what shares them over the largest code (a power of two for e8m0). Plain
+    rounding, nothing clever: for tests, demos and measurements.
     """
     first, first_bias = np.asarray(gate_up, np.float32), gate_up_bias
     if spec.interleaved:
@@ -483,7 +509,9 @@ def _quantise_matrix(spec: LayerSpec, value: Floats) -> tuple[NDArray[Any], NDAr
     if kind.scales == "row":
         peak = size.max(1, keepdims=True)
     else:
-        padded = np.zeros((math.ceil(rows / 128) * 128 if kind.scales == "block" else rows, kind.groups(k) * kind.group), np.float32)
+        padded = np.zeros(
+            (math.ceil(rows / 128) * 128 if kind.scales == "block" else rows, kind.groups(k) * kind.group), np.float32
+        )
         padded[:rows, :k] = size
         peak = padded.reshape(len(padded), -1, kind.group).max(2)
         if kind.scales == "block":

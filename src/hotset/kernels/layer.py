@@ -1,7 +1,8 @@
 """One layer's experts on the host, and the one contract by which they are computed.
 
-Knows: what a call looks like (shapes, types, refusals), which experts are present, and the compiled implementation. Does not know: residency
-policy, where bytes come from, models. Other implementations (`torch_layer.py`) subclass `ExpertLayer`.
+Knows: what a call looks like (shapes, types, refusals), which experts are present, and the compiled implementation.
+Does not know: residency policy, where bytes come from, models. Other implementations (`torch_layer.py`) subclass
+`ExpertLayer`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import abc
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +29,7 @@ from hotset.kernels.formats import (
     ExpertWeights,
     Floats,
     LayerSpec,
+    as_array,
     as_buffer,
     checked_weights,
     is_torch,
@@ -51,8 +54,8 @@ class Call:
 class ExpertLayer(abc.ABC):
     """The routed experts of one layer, some of them perhaps absent.
 
-    `moe` computes; `put`, `drop`, `unpack` move experts in and out while other threads compute: a call sees the experts that were there when it
-    began, and their bytes stay alive until it ends.
+    `moe` computes; `put`, `drop`, `unpack` move experts in and out while other threads compute: a call sees the experts
+    that were there when it began, and their bytes stay alive until it ends.
     """
 
     def __init__(self, spec: LayerSpec, layer: int = 0) -> None:
@@ -72,12 +75,14 @@ class ExpertLayer(abc.ABC):
     def put(self, expert: int, weights: ExpertWeights) -> None:
         """Checks and takes a copy of an expert, replacing one that was there.
 
-        Raises OpsError: shapes or types that the spec does not say, scales that are NaN or infinite, NaN among FP8 weights.
+        Raises OpsError: shapes or types that the spec does not say, scales that are NaN or infinite, NaN among FP8
+        weights.
         """
 
     @abc.abstractmethod
     def unpack(self, expert: int) -> ExpertWeights:
-        """The expert as it was put, byte for byte: NumPy arrays of the shapes in `ExpertWeights`, transposed ones transposed again.
+        """The expert as it was put, byte for byte: NumPy arrays of the shapes in `ExpertWeights`, transposed ones
+        transposed again.
 
         Raises ExpertNotOnHost.
         """
@@ -87,7 +92,8 @@ class ExpertLayer(abc.ABC):
         """Forgets an expert that is present."""
 
     def drop(self, expert: int, why: str) -> None:
-        """Forgets an expert's bytes; `why` ("lives in GPU slot 3") goes into the error of who asks for it. Raises ExpertNotOnHost if absent."""
+        """Forgets an expert's bytes; `why` ("lives in GPU slot 3") goes into the error of who asks for it. Raises
+        ExpertNotOnHost if absent."""
         with self._change:
             self._require(expert)
             self._why[expert] = why
@@ -99,10 +105,13 @@ class ExpertLayer(abc.ABC):
         return [e for e in range(self.spec.num_experts) if self.has(e)]
 
     def _require(self, expert: int) -> None:
-        if not 0 <= expert < self.spec.num_experts:
-            raise OpsError(f"layer {self.layer} has no expert {expert}: wanted 0 to {self.spec.num_experts - 1}")
+        self._require_known(expert)
         if not self.has(expert):
             raise self._absent(expert)
+
+    def _require_known(self, expert: int) -> None:
+        if not 0 <= expert < self.spec.num_experts:
+            raise OpsError(f"layer {self.layer} has no expert {expert}: wanted 0 to {self.spec.num_experts - 1}")
 
     def _absent(self, expert: int) -> ExpertNotOnHost:
         return ExpertNotOnHost(self.layer, expert, self._why.get(expert, _NEVER_LOADED))
@@ -112,10 +121,10 @@ class ExpertLayer(abc.ABC):
     def moe(self, tokens: Any, ids: Any, weights: Any, *, out: Any = None, threads: int | None = None) -> Any:
         """The layer's output: [T, H] sum over each token's picks, in the router's order, of weight times expert(token).
 
-        tokens: [T, H] float32, float16 or bfloat16 (np.uint16 bits, or a torch tensor). ids: [T, K] int64, int32 or int16; -1 and
-        num_experts are no pick and add nothing. weights: [T, K] float32, float16 or bfloat16. out: [T, H] in the tokens' type, contiguous,
-        written and returned; default a new one. A torch tensor in gives a torch tensor out. threads: default `available_threads()`.
-        Sums are float32; only the result is rounded to the tokens' type.
+        tokens: [T, H] float32, float16 or bfloat16 (np.uint16 bits, or a torch tensor). ids: [T, K] int64, int32 or
+        int16; -1 and num_experts are no pick and add nothing. weights: [T, K] float32, float16 or bfloat16. out: [T, H]
+        in the tokens' type, contiguous, written and returned; default a new one. A torch tensor in gives a torch tensor
+        out. threads: default `available_threads()`. Sums are float32; only the result is rounded to the tokens' type.
 
         Raises OpsError for wrong arguments, ExpertNotOnHost where a pick's expert is absent (nothing is computed then).
         """
@@ -129,7 +138,8 @@ class ExpertLayer(abc.ABC):
         return result
 
     def picks(self, tokens: Any, ids: Any, *, threads: int | None = None) -> Any:
-        """Each pick's own output, unweighted: [T, K, H] float32, zero where there is no pick. Arguments and errors as for `moe`.
+        """Each pick's own output, unweighted: [T, K, H] float32, zero where there is no pick. Arguments and errors as
+        for `moe`.
 
         For whoever combines picks of several tiers in one order.
         """
@@ -140,7 +150,8 @@ class ExpertLayer(abc.ABC):
 
     @abc.abstractmethod
     def _run(self, call: Call, out: Buffer) -> None:
-        """Fills `out`: [T, H] in the tokens' type, or [T, K, H] float32 where the call has no weights. Raises as `moe` does."""
+        """Fills `out`: [T, H] in the tokens' type, or [T, K, H] float32 where the call has no weights. Raises as `moe`
+        does."""
 
     def _checked(self, tokens: Any, ids: Any, weights: Any, threads: int | None) -> Call:
         rows = as_buffer("tokens", tokens)
@@ -149,7 +160,9 @@ class ExpertLayer(abc.ABC):
             raise OpsError(f"tokens of layer {self.layer} are {rows.kind} {list(rows.shape)}: wanted {wanted}")
         picks = as_buffer("ids", ids)
         if picks.kind not in ("int64", "int32", "int16") or len(picks.shape) != 2 or picks.shape[0] != rows.shape[0]:
-            raise OpsError(f"ids are {picks.kind} {list(picks.shape)}: wanted int64, int32 or int16 [{rows.shape[0]}, K]")
+            raise OpsError(
+                f"ids are {picks.kind} {list(picks.shape)}: wanted int64, int32 or int16 [{rows.shape[0]}, K]"
+            )
         mass = None
         if weights is not None:
             mass = as_buffer("weights", weights)
@@ -160,24 +173,38 @@ class ExpertLayer(abc.ABC):
             raise OpsError(f"threads is {threads}: wanted 1 or more, or None for all allowed cores")
         return Call(rows, picks, mass, threads or available_threads())
 
+    def _check_ids(self, call: Call, has: Callable[[int], bool]) -> None:
+        """Raises for the first id, in order, that is out of range or whose expert is absent."""
+        ids = as_array("ids", call.ids.owner)[0]
+        for expert in ids.reshape(-1)[np.sort(np.unique(ids, return_index=True)[1])].tolist():
+            if expert in (-1, self.spec.num_experts):
+                continue
+            if not 0 <= expert < self.spec.num_experts:
+                raise self._bad_id(expert)
+            if not has(expert):
+                raise self._absent(expert)
+
     def _bad_id(self, expert: int) -> OpsError:
+        count = self.spec.num_experts
         return OpsError(
-            f"ids of layer {self.layer} hold {expert}: wanted 0 to {self.spec.num_experts - 1}, or -1 or {self.spec.num_experts} for no pick"
+            f"ids of layer {self.layer} hold {expert}: wanted 0 to {count - 1}, or -1 or {count} for no pick"
         )
 
 
 class CompiledLayer(ExpertLayer):
     """Experts packed for, and computed by, the compiled kernels.
 
-    Bits depend on neither the number of threads nor the other tokens of a call. Integer and 4-bit formats quantise activations to 8 bits
-    per token and 32 k's (a relative error of about 0.5 % of a dot product, tested); bfloat16 and FP8 weights meet bfloat16
-    activations, float16 and float32 weights float32 ones.
+    Bits depend on neither the number of threads nor the other tokens of a call. Integer and 4-bit formats quantise
+    activations to 8 bits per token and 32 k's (a relative error of about 0.5 % of a dot product, tested); bfloat16 and
+    FP8 weights meet bfloat16 activations, float16 and float32 weights float32 ones.
 
-    Raises BackendError where the kernels cannot be compiled.
+    torch_from_tokens: calls of that many tokens or more are computed by torch from unpacked experts, where that wins (a
+    machine with AMX: see `hotset.kernels.measure_crossover`). Raises BackendError where the kernels cannot be compiled.
     """
 
-    def __init__(self, spec: LayerSpec, layer: int = 0) -> None:
+    def __init__(self, spec: LayerSpec, layer: int = 0, *, torch_from_tokens: int | None = None) -> None:
         super().__init__(spec, layer)
+        self.torch_from_tokens = torch_from_tokens
         self._moe = native.library().handle.hotset_moe
         self._c_layer = native.CLayer.of(spec)
         self._flip = 0x80808080 if spec.format == "int8" else 0
@@ -196,19 +223,26 @@ class CompiledLayer(ExpertLayer):
         self.put_packed(expert, packed)
 
     def pack(self, weights: ExpertWeights, packed: NDArray[np.uint8]) -> None:
-        """Packs an expert into `packed`, [spec.layout.expert_bytes] bytes of the caller's. Raises OpsError as `put` does."""
+        """Packs an expert into `packed`, [spec.layout.expert_bytes] bytes of the caller's. Raises OpsError as `put`
+        does."""
         self._check_packed(packed)
         layout = self.spec.layout
         parts = checked_weights(self.spec, weights)
-        if self.spec.kind.code == FORMATS["mxfp8"].code and any(native.has_fp8_nan(np.ascontiguousarray(data)) for data, _, _ in parts):
-            raise OpsError(f"an FP8 weight of layer {self.layer} is NaN: the checkpoint is damaged, or not {self.spec.format}")
+        if self.spec.kind.code == FORMATS["mxfp8"].code and any(
+            native.has_fp8_nan(np.ascontiguousarray(data)) for data, _, _ in parts
+        ):
+            raise OpsError(
+                f"an FP8 weight of layer {self.layer} is NaN: the checkpoint is damaged, or not {self.spec.format}"
+            )
         for matrix, (data, scales, bias) in zip((layout.first, layout.second), parts, strict=True):
             native.pack(packed, data, matrix, self._flip)
             rows = matrix.source_row
             there = rows >= 0
             if scales is not None:
                 to = packed[matrix.scales_at :][: len(rows) * matrix.groups * scales.itemsize].view(scales.dtype)
-                by_panel = np.where(there[:, None], scales[rows], scales.dtype.type(0)).reshape(matrix.panels, -1, matrix.groups)
+                by_panel = np.where(there[:, None], scales[rows], scales.dtype.type(0)).reshape(
+                    matrix.panels, -1, matrix.groups
+                )
                 to.reshape(matrix.panels, matrix.groups, -1)[:] = by_panel.transpose(0, 2, 1)
             if bias is not None:
                 values = np.where(there, numbers_to_float(bias, self.spec.bias)[rows], np.float32(0))
@@ -217,8 +251,7 @@ class CompiledLayer(ExpertLayer):
     def put_packed(self, expert: int, packed: NDArray[np.uint8]) -> None:
         """Takes a packed expert without copying: the bytes must stay as they are until it is dropped."""
         self._check_packed(packed)
-        if not 0 <= expert < self.spec.num_experts:
-            raise OpsError(f"layer {self.layer} has no expert {expert}: wanted 0 to {self.spec.num_experts - 1}")
+        self._require_known(expert)
         with self._change:
             self._set(expert, packed)
 
@@ -231,11 +264,14 @@ class CompiledLayer(ExpertLayer):
         return found
 
     def unpack(self, expert: int) -> ExpertWeights:
-        packed = self.packed(expert)
+        return self._unpack(self.packed(expert))
+
+    def _unpack(self, packed: NDArray[np.uint8] | None) -> ExpertWeights:
+        assert packed is not None, "ids are checked before experts are unpacked"
         spec, layout = self.spec, self.spec.layout
         parts: dict[str, Any] = {}
         for name, matrix in (("gate_up", layout.first), ("down", layout.second)):
-            data = native.unpack(packed, matrix, self._flip).view(spec.kind.dtype)
+            data: NDArray[Any] = native.unpack(packed, matrix, self._flip).view(spec.kind.dtype)
             parts[name] = np.ascontiguousarray(data.T) if spec.transposed else data
             order = np.flatnonzero(matrix.source_row >= 0)
             to_row = matrix.source_row[order]
@@ -260,19 +296,31 @@ class CompiledLayer(ExpertLayer):
         self._set(expert, None)
 
     def _set(self, expert: int, packed: NDArray[np.uint8] | None) -> None:
-        addresses, buffers = self._present
+        addresses, buffers = self._present  # held until the call ends: another thread may drop an expert meanwhile
         addresses = addresses.copy()
         addresses[expert] = 0 if packed is None else packed.ctypes.data
         self._present = (addresses, (*buffers[:expert], packed, *buffers[expert + 1 :]))
 
     def _check_packed(self, packed: NDArray[np.uint8]) -> None:
         size = self.spec.layout.expert_bytes
-        if packed.dtype != np.uint8 or packed.shape != (size,) or not packed.flags.c_contiguous or packed.ctypes.data % 64:
-            raise OpsError(f"a packed expert is {packed.dtype} {list(packed.shape)}: wanted {size} contiguous bytes on a multiple of 64")
+        if (
+            packed.dtype != np.uint8
+            or packed.shape != (size,)
+            or not packed.flags.c_contiguous
+            or packed.ctypes.data % 64
+        ):
+            wanted = f"{size} contiguous bytes on a multiple of 64"
+            raise OpsError(f"a packed expert is {packed.dtype} {list(packed.shape)}: wanted {wanted}")
 
     def _run(self, call: Call, out: Buffer) -> None:
-        addresses, buffers = self._present
+        addresses, buffers = self._present  # held until the call ends: another thread may drop an expert meanwhile
         num_tokens, top_k = call.ids.shape
+        if self.torch_from_tokens is not None and num_tokens >= self.torch_from_tokens:
+            from hotset.kernels.torch_layer import compute
+
+            self._check_ids(call, lambda expert: buffers[expert] is not None)
+            compute(self.spec, lambda expert: self._unpack(buffers[expert]), call, out)
+            return
         weights = call.weights
         request = native.CCall(
             addresses.__array_interface__["data"][0],
@@ -291,7 +339,6 @@ class CompiledLayer(ExpertLayer):
             0,
         )
         status = self._moe(self._c_layer, request)
-        del buffers  # kept until here: another thread may drop an expert meanwhile
         if status == native.ABSENT:
             raise self._absent(request.bad_id)
         if status == native.BAD_ID:
@@ -366,5 +413,3 @@ def _empty_like(tokens: Any, shape: tuple[int, ...], dtype: str | None = None) -
         torch = sys.modules["torch"]
         return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else tokens.dtype)
     return np.empty(shape, dtype or tokens.dtype)
-
-

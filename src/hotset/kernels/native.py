@@ -1,7 +1,7 @@
 """The compiled library as Python functions: structures, pointers, and nothing else.
 
-Knows: the C interface of csrc/moe.cpp. ctypes releases the interpreter lock for the length of every call. Does not know: formats, experts,
-when to use the library (`backend.py`).
+Knows: the C interface of csrc/moe.cpp. ctypes releases the interpreter lock for the length of every call. Does not
+know: formats, experts, when to use the library (`backend.py`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class CLayer(ctypes.Structure):
     def of(spec: LayerSpec) -> CLayer:
         first, second, act = spec.layout.first, spec.layout.second, spec.activation
         return CLayer(
-            spec.num_experts, spec.hidden, spec.intermediate, spec.kind.code, NUMBERS[spec.scale_number], int(spec.gated),
-            Activation.KINDS.index(act.kind), act.alpha, act.limit, act.up_offset, 0, first.group_steps, second.group_steps,
+            spec.num_experts, spec.hidden, spec.intermediate,
+            spec.kind.code, NUMBERS[spec.scale_number], int(spec.gated), Activation.KINDS.index(act.kind),
+            act.alpha, act.limit, act.up_offset, 0, first.group_steps, second.group_steps,
             first.scales_at, first.bias_at, second.data_at, second.scales_at, second.bias_at,
         )  # fmt: skip
 
@@ -49,7 +50,10 @@ class CCall(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("experts", "tokens", "ids", "weights", "out", "picks")),
         *((name, c_int64) for name in ("num_tokens", "top_k")),
-        *((name, c_int32) for name in ("id_bytes", "tokens_number", "weights_number", "out_number", "threads", "bad_id")),
+        *(
+            (name, c_int32)
+            for name in ("id_bytes", "tokens_number", "weights_number", "out_number", "threads", "bad_id")
+        ),
     )
 
 
@@ -80,8 +84,8 @@ def instructions() -> str:
 def pack(packed: NDArray[np.uint8], data: NDArray[Any], layout: MatrixLayout, flip: int) -> None:
     """Writes a stored matrix [N, ...] into its place in `packed`."""
     library().handle.hotset_pack(
-        packed.ctypes.data + layout.data_at, data.ctypes.data, layout.source_row.ctypes.data, layout.panels, layout.words,
-        layout.row_bytes, data.strides[0], data.strides[1], data.itemsize, flip,
+        packed.ctypes.data + layout.data_at, data.ctypes.data, layout.source_row.ctypes.data,
+        layout.panels, layout.words, layout.row_bytes, data.strides[0], data.strides[1], data.itemsize, flip,
     )  # fmt: skip
 
 
@@ -89,8 +93,8 @@ def unpack(packed: NDArray[np.uint8], layout: MatrixLayout, flip: int) -> NDArra
     """The stored bytes [N, row_bytes] of a packed matrix."""
     rows = np.empty((layout.rows, layout.row_bytes), np.uint8)
     library().handle.hotset_unpack(
-        rows.ctypes.data, packed.ctypes.data + layout.data_at, layout.source_row.ctypes.data, layout.panels, layout.words,
-        layout.row_bytes, flip,
+        rows.ctypes.data, packed.ctypes.data + layout.data_at, layout.source_row.ctypes.data,
+        layout.panels, layout.words, layout.row_bytes, flip,
     )  # fmt: skip
     return rows
 
@@ -111,5 +115,3 @@ def buffer(size: int) -> NDArray[np.uint8]:
     raw = np.empty(size + align, np.uint8)
     start = -raw.ctypes.data % align
     return raw[start : start + size]
-
-

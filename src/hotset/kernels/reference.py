@@ -17,14 +17,17 @@ from hotset.kernels.formats import Activation, ExpertWeights, LayerSpec, dequant
 
 def activate(activation: Activation, x: NDArray[np.float64]) -> NDArray[np.float64]:
     """act(x), elementwise."""
+    y: NDArray[np.float64]
     if activation.kind == "silu":
-        return x / (1 + np.exp(-activation.alpha * x))
-    if activation.kind == "gelu":
-        return x * np.vectorize(lambda v: 0.5 * math.erfc(-v / math.sqrt(2)), otypes=[np.float64])(x)
-    if activation.kind == "gelu_tanh":
-        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    positive = np.maximum(x, 0)
-    return positive if activation.kind == "relu" else positive**2
+        y = x / (1 + np.exp(-activation.alpha * x))
+    elif activation.kind == "gelu":
+        y = x * np.vectorize(lambda v: 0.5 * math.erfc(-v / math.sqrt(2)), otypes=[np.float64])(x)
+    elif activation.kind == "gelu_tanh":
+        y = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    else:
+        y = np.maximum(x, 0)
+        y = y if activation.kind == "relu" else y**2
+    return y
 
 
 def expert(spec: LayerSpec, weights: ExpertWeights, token: NDArray[Any]) -> NDArray[np.float64]:

@@ -1,12 +1,12 @@
 // Routed experts of one layer on the host: [T, H] tokens and their picks in, [T, H] (or each pick's own row) out.
 //
-// Packed layout of a matrix [N, K]: rows in panels of 64 = 4 blocks of 16; a block is one stream of 64-byte words, word i holding bytes
-// 4i..4i+3 of its 16 rows. A panel is read as four interleaved streams with prefetch, every word is used for all tokens of the expert at
-// hand, and nothing is ever summed across lanes: lane r is row r. Panels of a gated first matrix hold 32 gate rows and the 32 up rows
-// that meet them, so a task ends with 32 finished activations.
+// Packed layout of a matrix [N, K]: rows in panels of 64 = 4 blocks of 16; a block is one stream of 64-byte words, word
+// i holding bytes 4i..4i+3 of its 16 rows. A panel is read as four interleaved streams with prefetch, every word is
+// used for all tokens of the expert at hand, and nothing is ever summed across lanes: lane r is row r. Panels of a
+// gated first matrix hold 32 gate rows and the 32 up rows that meet them, so a task ends with 32 finished activations.
 //
-// What a token's result is does not depend on threads, on other tokens, or on which experts are present: each output row of each pick is one
-// chain of operations in one order, and picks are combined in the order of the router.
+// What a token's result is does not depend on threads, on other tokens, or on which experts are present: each output
+// row of each pick is one chain of operations in one order, and picks are combined in the order of the router.
 //
 // Does not know: where weights come from, how scales were checked, Python.
 
@@ -62,6 +62,11 @@ struct StepScale {
 };
 
 #define PRAGMA(x) _Pragma(#x)
+#if defined(HOTSET_AVX512)
+#define UNROLL_WORDS PRAGMA(GCC unroll 8)
+#else  // 64-byte vectors are several registers here, and unrolling them takes the compiler minutes
+#define UNROLL_WORDS PRAGMA(GCC unroll 1)
+#endif
 #define EACH(t) PRAGMA(GCC unroll 16) for (int t = 0; t < NT; t++)
 #define EACH_BLOCK(r) PRAGMA(GCC unroll 4) for (int r = 0; r < kBlocks; r++)
 
@@ -141,8 +146,9 @@ struct MXFP4 {  // E2M1 code -> twice its value plus 12
     INLINE i32x16 dot(i32x16 sum, const Wide& w, const uint8_t* a) { return I4::dot(sum, w, a); }
 };
 
-// Activations as a kernel wants them: tiles of `size` tokens, in blocks of one step (32 k's): every token's values for the step, then,
-// for integer formats, every token's StepScale. One pointer and constant distances reach all of a block.
+// Activations as a kernel wants them: tiles of `size` tokens, in blocks of one step (32 k's): every token's values for
+// the step, then, for integer formats, every token's StepScale. One pointer and constant distances reach all of a
+// block.
 template <class F>
 constexpr int64_t kStepBytes = kStep / F::kKs * F::kBytes;
 template <class F>
@@ -217,8 +223,8 @@ struct Matrix {
 };
 
 // out[t][64] += panel times token t of a tile, over steps [first, last): `out` carries the sums of the steps before.
-// Sums of formats without scales stay in registers for all steps, 4 blocks x NT. With scales, a block's 32 k's are summed in registers and
-// then scaled into `out`, so that every decoded word serves more tokens.
+// Sums of formats without scales stay in registers for all steps, 4 blocks x NT. With scales, a block's 32 k's are
+// summed in registers and then scaled into `out`, so that every decoded word serves more tokens.
 template <class F, int NT>
 void panel_times(const Matrix& m, int64_t panel, int64_t first, int64_t last, const uint8_t* tile, float* out) {
     constexpr int kWords = kStep / F::kKs;
@@ -230,8 +236,7 @@ void panel_times(const Matrix& m, int64_t panel, int64_t first, int64_t last, co
         f32x16 total[kBlocks][NT];
         EACH(t) EACH_BLOCK(r) total[r][t] = load<f32x16>(out + t * kPanel + r * kLanes);
         for (int64_t step = first; step < last; step++) {
-#pragma GCC unroll 2
-            for (int word = 0; word < kWords; word++) {
+            UNROLL_WORDS for (int word = 0; word < kWords; word++) {
                 typename F::Wide w[kBlocks];
                 EACH_BLOCK(r) {
                     const uint8_t* from = data + r * stride + word * 64;
@@ -260,8 +265,7 @@ void panel_times(const Matrix& m, int64_t panel, int64_t first, int64_t last, co
                 } else {
                     EACH(t) sum[t] = f32x16{};
                 }
-#pragma GCC unroll 8
-                for (int word = 0; word < kWords; word++) {
+                UNROLL_WORDS for (int word = 0; word < kWords; word++) {
                     __builtin_prefetch(from + word * 64 + kPrefetch);
                     typename F::Wide w = F::widen(load<u32x16>(from + word * 64));
                     EACH(t) sum[t] = F::dot(sum[t], w, a + t * kStepBytes<F> + word * F::kBytes);
@@ -287,9 +291,15 @@ void panel_times(const Matrix& m, int64_t panel, int64_t first, int64_t last, co
     }
 }
 
-// Sizes of tiles that are compiled, and the one that `count` tokens are cut into: 7 is 4 + 3, 5 is 6 with one computed in vain.
+// Tokens of a tile: as many as the registers hold sums for. Sizes that are compiled, and the one that `count` tokens
+// are cut into: 7 is 4 + 3, 5 is 6 with one computed in vain.
+#if defined(HOTSET_AVX512)
 template <class F>
 constexpr int64_t kLargestTile = F::kScaled ? 8 : 6;
+#else
+template <class F>
+constexpr int64_t kLargestTile = 4;
+#endif
 int64_t compiled_size(int64_t n) { return n <= 4 ? n : n <= 6 ? 6 : 8; }
 
 struct Tile {
@@ -304,12 +314,15 @@ void tile_times(const Tile& tile, const Matrix& m, int64_t panel, int64_t first,
         case 2: return panel_times<F, 2>(m, panel, first, last, a, out);
         case 3: return panel_times<F, 3>(m, panel, first, last, a, out);
         case 4: return panel_times<F, 4>(m, panel, first, last, a, out);
-        case 6: return panel_times<F, 6>(m, panel, first, last, a, out);
     }
-    if constexpr (F::kScaled) panel_times<F, 8>(m, panel, first, last, a, out);
+    if constexpr (kLargestTile<F> >= 6) {
+        if (tile.size == 6) return panel_times<F, 6>(m, panel, first, last, a, out);
+    }
+    if constexpr (kLargestTile<F> >= 8) panel_times<F, 8>(m, panel, first, last, a, out);
 }
 
-// out[i][64] = panel times row i, plus bias, for all rows of `count` tiles; inner: base of the tiles' activations, or null for tokens.
+// out[i][64] = panel times row i, plus bias, for all rows of `count` tiles; inner: base of the tiles' activations, or
+// null for tokens.
 template <class F>
 void panel_times_tiles(const Matrix& m, int64_t panel, const Tile* tiles, int64_t count, const uint8_t* inner, float* out) {
     const int64_t begin = tiles[0].begin, rows = tiles[count - 1].begin + tiles[count - 1].size - begin;
@@ -354,7 +367,8 @@ INLINE f32x16 activate(f32x16 x, int32_t kind, float alpha) {
 
 extern "C" {
 
-// One layer. Offsets are from the start of an expert's packed buffer; scale and bias offsets are negative where there are none.
+// One layer. Offsets are from the start of an expert's packed buffer; scale and bias offsets are negative where there
+// are none.
 struct HotsetLayer {
     int64_t num_experts, hidden, intermediate;
     int32_t format, scale_number, gated, activation;
@@ -364,7 +378,8 @@ struct HotsetLayer {
     int64_t first_scales, first_bias, second_data, second_scales, second_bias;
 };
 
-// One call. ids: [T, K] (bytes each: id_bytes); an id of -1 or num_experts is no pick. experts: [E] packed buffers, null = absent.
+// One call. ids: [T, K] (bytes each: id_bytes); an id of -1 or num_experts is no pick. experts: [E] packed buffers,
+// null = absent.
 struct HotsetCall {
     const uint8_t* const* experts;
     const uint8_t* tokens;      // [T, H], tokens_number
@@ -672,9 +687,10 @@ int32_t hotset_moe(const HotsetLayer* layer, HotsetCall* call) {
     }
 }
 
-// Packs rows into panels. source_row: [panels * 64] row of the source, or -1 for padding. row_bytes: bytes of one row of K elements;
-// row_stride, k_stride in bytes; element: bytes that k_stride steps over (1 where several k's share a byte). flip is xored into every
-// word; what the source does not have becomes zero (before the flip nothing: such k's meet activations of zero).
+// Packs rows into panels. source_row: [panels * 64] row of the source, or -1 for padding. row_bytes: bytes of one row
+// of K elements; row_stride, k_stride in bytes; element: bytes that k_stride steps over (1 where several k's share a
+// byte). flip is xored into every word; what the source does not have becomes zero (before the flip nothing: such k's
+// meet activations of zero).
 void hotset_pack(uint8_t* packed, const uint8_t* source, const int32_t* source_row, int64_t panels, int64_t packed_words, int64_t row_bytes,
                  int64_t row_stride, int64_t k_stride, int64_t element, uint32_t flip) {
     const bool dense = k_stride == element;

@@ -1,12 +1,13 @@
 // Threads that sleep between jobs.
 //
-// Knows: how a job of a few phases, each a number of independent tasks, is shared among the caller and whatever workers wake up
-// in time. Does not know: what a task computes.
+// Knows: how a job of a few phases, each a number of independent tasks, is shared among the caller and whatever workers
+// wake up in time. Does not know: what a task computes.
 //
-// Nobody waits for a worker that has not woken: tasks are taken from a counter, and the caller alone could finish them all. A phase
-// begins when all tasks of the one before have ended. One job runs at a time, other callers queue: two memory-bound jobs side by side would
-// only halve each other. Workers sleep in the kernel (futex by std::atomic::wait); within a job, the wait for a phase to end spins
-// briefly, then yields. A forked child starts with no workers and makes its own.
+// Nobody waits for a worker that has not woken: tasks are taken from a counter, and the caller alone could finish them
+// all. A phase begins when all tasks of the one before have ended. One job runs at a time, other callers queue: two
+// memory-bound jobs side by side would only halve each other. Workers sleep in the kernel (futex by std::atomic::wait);
+// within a job, the wait for a phase to end spins briefly, then yields. A forked child starts with no workers and makes
+// its own.
 #pragma once
 
 #include <pthread.h>

@@ -1,8 +1,8 @@
 // Sixteen float lanes by the compiler's own vectors, with the few instructions that vectors cannot express.
 //
 // Knows: how a 64-byte word of packed weights meets one broadcast word of activations. Every function has a plain
-// vector form that any GCC or Clang target compiles (Arm NEON, AVX2, AVX-512 without extensions); the `#if` branches name the
-// instruction that replaces it. Does not know: experts, layouts, threads.
+// vector form that any GCC or Clang target compiles (Arm NEON, AVX2, AVX-512 without extensions); the `#if` branches
+// name the instruction that replaces it. Does not know: experts, layouts, threads.
 //
 // Results of the two forms of dot_bf16 and Fp8 agree up to float32 rounding; the integer ones agree exactly.
 #pragma once
@@ -233,7 +233,8 @@ struct Fp8Words {
 
 // ---- exp and its relatives -----------------------------------------------------------------------------------
 
-// e^x to about 2 units in the last place: 2^n times a degree-6 polynomial on [-ln2/2, ln2/2] (Cephes' expf coefficients)
+// e^x to about 2 units in the last place: 2^n times a degree-6 polynomial on [-ln2/2, ln2/2] (Cephes' expf
+// coefficients)
 INLINE f32x16 exp(f32x16 x) {
     f32x16 high = splat(88.0f), low = splat(-87.0f);
     x = select(x > high, high, x);
