@@ -15,8 +15,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import hotset  # noqa: E402
-from hotset.errors import CheckpointError  # noqa: E402
+from hotset.errors import CheckpointError, UnsupportedModelError  # noqa: E402
 from hotset.models.checkpoint import Checkpoint  # noqa: E402
+from hotset.models.experts import find_expert_layers  # noqa: E402
 from hotset.models.families import decorated_classes, find_families, installed_transformers, read_table  # noqa: E402
 from hotset.runtime.loading import _convert, _Recipe, _Shapes, _works_per_expert  # noqa: E402
 from tests.tiny_families import (  # noqa: E402
@@ -123,6 +124,48 @@ def test_image_experts_that_share_a_list_with_text_experts_are_loaded_too(tmp_pa
     assert len(wanted) == 6  # two matrices in three sparse layers
     for name, parameter in wanted.items():
         assert torch.equal(model.get_parameter(name), parameter)
+
+
+def test_recording_a_loaded_model_follows_the_tower_that_hotset_has(tmp_path: Path) -> None:
+    from hotset.traces.recorder import RoutingRecorder
+
+    make_checkpoint(ALL["ernie4_5_vl_moe"], tmp_path)
+    recorded = {}
+    for loaded in (True, False):
+        model = hotset.load(tmp_path) if loaded else eager_model(ALL["ernie4_5_vl_moe"], tmp_path)
+        with RoutingRecorder(model) as recorder, torch.no_grad():
+            model(torch.arange(1, 8)[None])
+            recorded[loaded] = recorder.take(7)[0]
+        assert recorder.layer_ids.tolist() == [1, 2, 3]
+        # gate, up and down of 24 x 32 numbers of 4 bytes
+        assert (recorder.expert_bytes == 3 * 24 * 32 * 4).all()
+    assert (recorded[True] == recorded[False]).all()
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, num_experts: int, width: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.has_gate = self.has_bias = self.is_transposed = self.has_post_expert_norm = False
+        self.up_proj = torch.nn.Parameter(torch.empty(num_experts, width, 2))
+        self.down_proj = torch.nn.Parameter(torch.empty(num_experts, 2, width))
+
+
+def test_of_two_towers_the_one_with_more_expert_bytes_is_taken() -> None:
+    towers = {"image": [Experts(8, 3), Experts(4, 3)], "text": [Experts(4, 9), Experts(4, 9)]}
+    model = torch.nn.ModuleDict({name: torch.nn.ModuleList(layers) for name, layers in towers.items()})
+    # text: 2 layers x 4 experts x 2 matrices x 18 numbers = 288; image: 12 experts x 2 x 6 = 144
+    assert [layer.name for layer in find_expert_layers(model)] == ["text.0", "text.1"]
+    with pytest.raises(UnsupportedModelError, match=r"different numbers of experts in \*.* \[4, 8\]"):
+        find_expert_layers(torch.nn.ModuleList([*model["image"]]))
+
+
+def test_tied_experts_are_one_layer() -> None:
+    encoder, decoder = Experts(4, 3), Experts(4, 3)
+    decoder.up_proj, decoder.down_proj = encoder.up_proj, encoder.down_proj
+    model = torch.nn.ModuleDict({"encoder": torch.nn.ModuleList([encoder]), "decoder": torch.nn.ModuleList([decoder])})
+    (layer,) = find_expert_layers(model)
+    assert (layer.name, dict(layer.twins)) == ("encoder.0", {"decoder.0": decoder})
 
 
 # --- one expert at a time through a converter gives what Transformers makes of the whole layer ---

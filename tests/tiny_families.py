@@ -26,10 +26,8 @@ RESIDENT_SHARES = (0.0, 0.5, 1.0)
 _SIZES: list[tuple[str, Any]] = [
     (r"(mel_|ngram_|unpadded_)?vocab_size(_per_layer_input|_base)?", SMALL_VOCAB),
     (r"hidden_size|d_model|moe_hidden_size|projector_hidden_size|merged_hidden_size|text_hidden_size", 32),
-    (
-        r"out_hidden_size|output_dim|projection_hidden_dim|adapter_in_dim|adapter_input_size|adapter_out_dim|router_hidden_size|downsample_hidden_size",
-        32,
-    ),
+    (r"out_hidden_size|output_dim|adapter_in_dim|adapter_input_size|adapter_out_dim", 32),
+    (r"projection_hidden_dim|router_hidden_size|downsample_hidden_size", 32),
     (r"hidden_size_per_layer_input|ple_embed_dim", 16),
     (r"(expert_)?ffn_hidden_size", 24),
     (r"moe_intermediate_size|\w*shared\w*intermediate_size", 24),

@@ -20,7 +20,7 @@ ExpertsFunction = Callable[..., torch.Tensor]
 """(module, hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]) -> [T, H]."""
 
 _INTERFACE_FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
-_LAYER_NUMBER = re.compile(r"(?<![^.])(\d+)(?=\.)")
+_LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class ExpertLayer:
     """Parameter name -> tensor [E, ...] (on any device, meta included)."""
     twins: MutableMapping[str, nn.Module] = field(default_factory=dict)
     """Module path -> further experts modules tied to the same parameters (DiffusionGemma's decoder)."""
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Every module that runs these experts: `module` and its twins."""
+        return (self.module, *self.twins.values())
 
     @property
     def bytes_per_expert(self) -> int:
@@ -62,13 +67,13 @@ def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
             for key, parameter in module.named_parameters(recurse=False)
             if parameter.ndim >= 2 and parameter.shape[0] == num_experts
         }
-        layer = ExpertLayer(name, _layer_number(name), module, num_experts, parameters)
-        first = by_parameters.setdefault(tuple(map(id, parameters.values())), layer)
+        layer_id, tower = _layer_number(name)
+        layer = ExpertLayer(name, layer_id, module, num_experts, parameters)
+        first = by_parameters.setdefault(tuple(map(id, parameters.values())) or (id(module),), layer)
         if first is not layer:
             first.twins[name] = module
         else:
-            start, end = list(_LAYER_NUMBER.finditer(name))[-1].span()
-            towers.setdefault(name[:start] + "*" + name[end:], []).append(layer)
+            towers.setdefault(tower, []).append(layer)
     if not towers:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no layer that uses Transformers' experts interface: "
@@ -83,11 +88,13 @@ def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
     return sorted(layers, key=lambda layer: layer.layer_id)
 
 
-def _layer_number(name: str) -> int:
-    numbers = _LAYER_NUMBER.findall(name)
+def _layer_number(name: str) -> tuple[int, str]:
+    """(the last number in a module path, the path with "*" in its place)."""
+    numbers = list(_LAYER_NUMBER.finditer(name))
     if not numbers:
         raise ModelError(f"experts module {name!r} has no layer number in its name")
-    return int(numbers[-1])
+    start, end = numbers[-1].span()
+    return int(name[start:end]), f"{name[:start]}*{name[end:]}"
 
 
 def run_expert(module: nn.Module, rows: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -70,7 +70,7 @@ def load_skeleton(folder: Path, *, dtype: torch.dtype | str, device: torch.devic
 
     mapping: list[Any] = get_model_conversion_mapping(model)
     reader = ExpertReader(checkpoint, model, layers, mapping)
-    taken_out = [module for layer in layers for module in (layer.module, *layer.twins.values())]
+    taken_out = [module for layer in layers for module in layer.modules]
     names = list(layers[0].parameters)
     owned = {f"{path}.{name}" for layer in layers for path in (layer.name, *layer.twins) for name in names}
     model.all_tied_weights_keys = {k: v for k, v in model.all_tied_weights_keys.items() if k not in owned}
