@@ -29,6 +29,8 @@ _PUBLIC = {
     "Rebalancer": "hotset.adaptation.rebalancer",
     "replay": "hotset.simulation.replay",
     "load": "hotset.runtime.runtime",
+    "Adaptation": "hotset.runtime.adapting",
+    "prometheus_text": "hotset.reports.prometheus",
     "record": "hotset.traces.recorder",
     "read_documents": "hotset.traces.documents",
     "HotsetError": "hotset.errors",

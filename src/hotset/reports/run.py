@@ -12,14 +12,17 @@ if TYPE_CHECKING:
 
 
 def print_run(console: Console, report: Mapping[str, Any]) -> None:
-    """Hit rates, bytes per tier, peak memory and tokens per second, one fact per line."""
+    """Experts and bytes per tier, hit rates, moves, reads and tokens per second, one fact per line."""
     experts, sizes = report["experts"], report["bytes"]
+    on_disk = f", {experts['disk']} on disk" if "disk" in experts else ""
+    copies = report["skip_gpu_expert_cpu_copy"]
     lines = [
         (
             "experts",
             f"{experts['gpu']} of {experts['total']} in the arena ({report['arena']}), "
-            f"{experts['host']} in host memory",
+            f"{experts['host']} in host memory{on_disk}",
         ),
+        ("host copies", f"{'skipped' if copies['skip'] else 'kept'} ({copies['reason']})"),
         (
             "bytes",
             f"arena {format_bytes(sizes['arena'])}, host experts {format_bytes(sizes['host_experts'])}, "
@@ -38,6 +41,25 @@ def print_run(console: Console, report: Mapping[str, Any]) -> None:
                     f"token-resident rate {format_share(part['token_resident_rate'])}",
                 )
             )
+    moves, disk = report["moves"], report["disk"]
+    if moves is not None:
+        lines.append(
+            (
+                "moves",
+                f"{moves['promotions']:,} in, {moves['demotions']:,} out, {format_bytes(moves['bytes'])} in "
+                f"{moves['seconds']:.2f} s, {moves['failed']:,} failed, {moves['deferred']:,} deferred",
+            )
+        )
+    if disk is not None:
+        asked = disk["hits"] + disk["misses"]
+        lines.append(
+            (
+                "disk",
+                f"{disk['loads']:,} experts read ({format_bytes(disk['read_bytes'])}), host cache ({disk['policy']}, "
+                f"{disk['buffers']:,} experts) hit rate {format_share(disk['hits'] / max(asked, 1))}, "
+                f"waited {disk['stall_seconds']:.2f} s in {disk['stalls']:,} stalls",
+            )
+        )
     console.print()
     for name, text in lines:
         console.print(f"{name + ':':18}{text}", soft_wrap=True)

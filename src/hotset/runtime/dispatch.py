@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hotset.core import Tier
 from hotset.models.experts import interface_implementation, picks_by_expert, run_expert
 
 if TYPE_CHECKING:
     from hotset.runtime.runtime import Runtime
+    from hotset.runtime.store import ExpertStore, ExpertWeights
 
 IMPLEMENTATION = "hotset"
 
@@ -45,12 +47,16 @@ class LayerDispatch:
         self.row = row
         self.module = module
 
+    def __deepcopy__(self, _memo: object) -> LayerDispatch:
+        """A copied module runs the same experts: there is one copy of them."""
+        return self
+
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """[T, H], [T, K], [T, K] -> [T, H], on hidden_states' device."""
         ids = top_k_index.cpu()  # exact mode needs them on the host: the misses are computed there
-        self.runtime.count(self.row, ids.numpy())
+        self.runtime.count(self.row, ids.numpy(), top_k_weights)
         if hidden_states.device.type == "cpu":
             return self._on_one_device(hidden_states, ids, top_k_weights)
         return self._on_two_devices(hidden_states, ids, top_k_weights)
@@ -59,41 +65,87 @@ class LayerDispatch:
         store, row, module = self.runtime.store, self.row, self.module
         out = torch.zeros_like(hidden)
         if len(hidden) == 1:  # decoding one sequence: nothing to gather, and half of the time would go into doing so
-            picks = sorted((expert, at) for at, expert in enumerate(ids[0].tolist()))
+            num_experts = self.runtime.num_experts
+            picks = sorted((expert, at) for at, expert in enumerate(ids[0].tolist()) if 0 <= expert < num_experts)
+            ahead = _Ahead(store, row, [expert for expert, _ in picks])
             for expert, at in picks:
-                if 0 <= expert < self.runtime.num_experts:
-                    weights, _ = store.weights(row, expert)
+                ahead.step()
+                weights, tier = store.acquire(row, expert)
+                try:
                     out += (run_expert(module, hidden, weights) * gate[:, at, None]).to(out.dtype)
+                finally:
+                    store.release(row, expert, tier)
             return out
-        for expert, positions, tokens in picks_by_expert(ids, self.runtime.num_experts):
-            weights, _ = store.weights(row, expert)
-            part = run_expert(module, hidden[tokens], weights) * gate[tokens, positions, None]
+        picks_of = list(picks_by_expert(ids, self.runtime.num_experts))
+        ahead = _Ahead(store, row, [expert for expert, _, _ in picks_of])
+        for expert, positions, tokens in picks_of:
+            ahead.step()
+            weights, tier = store.acquire(row, expert)
+            try:
+                part = run_expert(module, hidden[tokens], weights) * gate[tokens, positions, None]
+            finally:
+                store.release(row, expert, tier)
             out.index_add_(0, tokens, part.to(out.dtype))
         return out
 
     def _on_two_devices(self, hidden: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Resident experts on the device while the host works on the misses; their rows come back in one copy."""
+        """Resident experts on the device while the host works on the misses; their rows come back in one copy.
+
+        A slot may be released once its kernels are launched: who overwrites it waits for the stream.
+        """
         store, row, module, device = self.runtime.store, self.row, self.module, hidden.device
         picks = list(picks_by_expert(ids, self.runtime.num_experts))
         parts: dict[int, torch.Tensor] = {}
         misses = []
+
+        def on_device(expert: int, tokens: torch.Tensor, weights: ExpertWeights) -> None:
+            try:
+                parts[expert] = run_expert(module, hidden[tokens.to(device, non_blocking=True)], weights)
+            finally:
+                store.release(row, expert, Tier.GPU)
+
         for expert, _, tokens in picks:
-            slot = store.residency.slot(row, expert)
-            if slot >= 0:
-                rows = hidden[tokens.to(device, non_blocking=True)]
-                parts[expert] = run_expert(module, rows, store.on_gpu(row, slot))
+            resident = store.acquire_resident(row, expert)
+            if resident is not None:
+                on_device(expert, tokens, resident)
             else:
                 misses.append((expert, tokens))
         if misses:
-            on_host = hidden.cpu()
-            host_module = self.runtime.host_module(row)
-            rows_of = [run_expert(host_module, on_host[tokens], store.on_host(row, e)) for e, tokens in misses]
-            back = torch.cat(rows_of).to(device, non_blocking=True)
-            rows_per_miss = torch.split(back, [len(tokens) for _, tokens in misses])
-            parts.update(zip((expert for expert, _ in misses), rows_per_miss, strict=True))
+            on_host, host_module = hidden.cpu(), self.runtime.host_module(row)
+            ahead = _Ahead(store, row, [expert for expert, _ in misses])
+            computed: list[tuple[int, torch.Tensor]] = []
+            for expert, tokens in misses:
+                ahead.step()
+                weights, tier = store.acquire(row, expert)
+                if tier is Tier.GPU:  # promoted since
+                    on_device(expert, tokens, weights)
+                    continue
+                try:
+                    computed.append((expert, run_expert(host_module, on_host[tokens], weights)))
+                finally:
+                    store.release(row, expert, tier)
+            if computed:
+                back = torch.cat([part for _, part in computed]).to(device, non_blocking=True)
+                rows_per_miss = torch.split(back, [len(part) for _, part in computed])
+                parts.update(zip((expert for expert, _ in computed), rows_per_miss, strict=True))
         out = torch.zeros_like(hidden)
         for expert, positions, tokens in picks:
-            on_device, at = tokens.to(device, non_blocking=True), positions.to(device, non_blocking=True)
-            part = parts[expert] * gate[on_device, at, None]
-            out.index_add_(0, on_device, part.to(out.dtype))  # an expert meets a token once: no two adds collide
+            on_gpu, at = tokens.to(device, non_blocking=True), positions.to(device, non_blocking=True)
+            part = parts[expert] * gate[on_gpu, at, None]
+            out.index_add_(0, on_gpu, part.to(out.dtype))  # an expert meets a token once: no two adds collide
         return out
+
+
+class _Ahead:
+    """Announces experts a few steps before they are computed, so that reads run beside compute and stay few."""
+
+    def __init__(self, store: ExpertStore, row: int, experts: list[int]) -> None:
+        self._store, self._row, self._experts = store, row, experts
+        self._next = store.window
+        store.announce(row, experts[: self._next])
+
+    def step(self) -> None:
+        """One more is about to be computed."""
+        if self._next < len(self._experts):
+            self._store.announce(self._row, [self._experts[self._next]])
+            self._next += 1

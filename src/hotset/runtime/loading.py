@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +23,7 @@ from typing import Any
 import torch
 
 from hotset.errors import CheckpointError, ModelError, UnsupportedModelError
-from hotset.models.checkpoint import Checkpoint
+from hotset.models.checkpoint import Checkpoint, TensorEntry
 from hotset.models.experts import ExpertLayer, find_expert_layers
 
 _DTYPE_NAMES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -147,24 +150,36 @@ class _Recipe:
         """Whether one expert can be made from its own stored tensors alone."""
         return self.converter is None or _works_per_expert(self.converter)
 
+    def plain(self) -> tuple[list[str], int] | None:
+        """(source patterns, axis) where one expert's stored tensors, side by side along the axis, are the parameter.
+
+        So it is where the converter only stacks experts and concatenates, as in nearly every family.
+        """
+        from transformers.core_model_loading import Concatenate, MergeModulelist
+
+        if self.converter is None:
+            return list(self.sources), 0
+        if not all(type(op) in (MergeModulelist, Concatenate) for op in self.converter.operations):
+            return None
+        joins = [op.dim - 1 for op in self.converter.operations if type(op) is Concatenate]
+        if not self.per_expert or len(joins) > 1:
+            return None
+        return [p for p in self.converter.source_patterns if p in self.sources], joins[0] if joins else 0
+
     def parts(
         self, pieces: dict[str, torch.Tensor], target: str, shape: torch.Size, config: Any
     ) -> tuple[list[torch.Tensor], int]:
         """(tensors to lay side by side, along which axis), from one expert's stored tensors by source pattern.
 
-        shape: the parameter's for one expert. Where the converter only stacks experts and concatenates (nearly every
-        family), its two copies are spared; otherwise it runs as for a layer that has this expert alone.
+        shape: the parameter's for one expert. Where laying side by side is all there is to do, the converter's two
+        copies are spared; otherwise it runs as for a layer that has this expert alone.
         """
-        from transformers.core_model_loading import Concatenate, MergeModulelist
+        from transformers.core_model_loading import MergeModulelist
 
-        if self.converter is None:
-            return list(pieces.values()), 0
+        plain = self.plain()
+        if plain is not None:
+            return [pieces[pattern] for pattern in plain[0]], plain[1]
         stacks = any(type(op) is MergeModulelist for op in self.converter.operations)
-        if all(type(op) in (MergeModulelist, Concatenate) for op in self.converter.operations):
-            ordered = [pieces[pattern] for pattern in self.converter.source_patterns if pattern in pieces]
-            joins = [op.dim - 1 for op in self.converter.operations if type(op) is Concatenate]
-            if len(joins) <= 1:
-                return ordered, joins[0] if joins else 0
         stacked = {pattern: [piece if stacks else piece[None]] for pattern, piece in pieces.items()}
         made = _convert(self.converter, stacked, target, _Shapes({target: torch.Size((1, *shape))}), config)
         return [made[target].squeeze(0)], 0
@@ -209,9 +224,10 @@ class _Shapes:
 class ExpertReader:
     """Reads single experts out of a checkpoint: `read_into(row, expert, target)`.
 
-    Each shard is opened once and read by pread, so that the page cache is not counted as this process's memory. Where
-    Transformers' converter mixes experts, or makes several parameters at once (ERNIE-VL: text and image experts from
-    one list), a layer is converted as a whole and kept until another layer is asked for.
+    Each shard is opened once and read by pread, so that the page cache is not counted as this process's memory. What
+    is stored as the model wants it goes from the file straight into its place. Where Transformers' converter mixes
+    experts, or makes several parameters at once (ERNIE-VL: text and image experts from one list), a layer is converted
+    as a whole and kept until another layer is asked for. Several threads may read at once.
     """
 
     def __init__(self, checkpoint: Checkpoint, model: Any, layers: list[ExpertLayer], mapping: list[Any]) -> None:
@@ -219,6 +235,9 @@ class ExpertReader:
 
         self.checkpoint = checkpoint
         self._files: dict[Path, Any] = {}
+        self._descriptors: dict[Path, int] = {}
+        self._opening = threading.Lock()
+        self._converting = threading.Lock()
         self._layers = layers
         self._config = model.config
         self._recipes: list[dict[str, _Recipe]] = [{} for _ in layers]
@@ -260,21 +279,26 @@ class ExpertReader:
     def read_into(self, row: int, expert: int, target: Mapping[str, torch.Tensor]) -> None:
         """Read one expert's parameters into `target`: name -> tensor [...] of any dtype, on any device.
 
-        Raises CheckpointError where what is stored does not have the parameter's shape.
+        Raises CheckpointError where what is stored does not have the parameter's shape, or cannot be read.
         """
         layer = self._layers[row]
         for name, parameter in layer.parameters.items():
             recipe = self._recipes[row][name]
-            if recipe.per_expert:
-                pieces = {
-                    pattern: self._slice(stored[expert])[...]
-                    if len(stored) == layer.num_experts
-                    else self._slice(stored[0])[expert : expert + 1].squeeze(0)
-                    for pattern, stored in recipe.sources.items()
-                }
-                parts, dim = recipe.parts(pieces, f"{layer.name}.{name}", parameter.shape[1:], self._config)
-            else:
+            if not recipe.per_expert:
                 parts, dim = [self._whole_layer(row)[f"{layer.name}.{name}"][expert]], 0
+                self._place(parts, dim, target[name], f"expert {expert} of layer {layer.layer_id}: {name}")
+                continue
+            runs = self._runs(row, name, expert, target[name])
+            if runs is not None:
+                self._read_runs(runs, target[name])
+                continue
+            pieces = {
+                pattern: self._slice(stored[expert])[...]
+                if len(stored) == layer.num_experts
+                else self._slice(stored[0])[expert : expert + 1].squeeze(0)
+                for pattern, stored in recipe.sources.items()
+            }
+            parts, dim = recipe.parts(pieces, f"{layer.name}.{name}", parameter.shape[1:], self._config)
             self._place(parts, dim, target[name], f"expert {expert} of layer {layer.layer_id}: {name}")
 
     def place_by_products(self, model: Any, info: Any, device: torch.device, dtype: torch.dtype) -> None:
@@ -291,7 +315,9 @@ class ExpertReader:
 
     def _whole_layer(self, row: int) -> dict[str, torch.Tensor]:
         """Every parameter that the layer's converters make when run over all experts, by full name."""
-        if self._whole[0] != row:
+        with self._converting:
+            if self._whole[0] == row:
+                return self._whole[1]
             layer = self._layers[row]
             made: dict[str, torch.Tensor] = {}
             shapes = {f"{layer.name}.{name}": parameter.shape for name, parameter in layer.parameters.items()}
@@ -302,7 +328,52 @@ class ExpertReader:
                     }
                     made |= _convert(recipe.converter, read, f"{layer.name}.{name}", _Shapes(shapes), self._config)
             self._whole = (row, made)
-        return self._whole[1]
+            return made
+
+    def _runs(
+        self, row: int, name: str, expert: int, target: torch.Tensor
+    ) -> list[tuple[TensorEntry, int, int]] | None:
+        """[(stored tensor, first byte in its file, bytes)] that in this order are the target's bytes, or None."""
+        plain = self._recipes[row][name].plain()
+        if plain is None or target.device.type != "cpu" or not target.is_contiguous():
+            return None
+        patterns, axis = plain
+        if axis != 0 and len(patterns) > 1:
+            return None
+        layer, runs, length = self._layers[row], [], 0
+        for pattern in patterns:
+            stored = self._recipes[row][name].sources[pattern]
+            is_fused = len(stored) != layer.num_experts
+            entry = self.checkpoint.tensors[stored[0] if is_fused else stored[expert]]
+            shape = entry.shape[1:] if is_fused else entry.shape
+            if _DTYPE_NAMES.get(entry.dtype) != target.dtype or tuple(shape[1:]) != tuple(target.shape[1:]):
+                return None
+            size = entry.num_bytes // entry.shape[0] if is_fused else entry.num_bytes
+            runs.append((entry, entry.start + (expert * size if is_fused else 0), size))
+            length += size
+        return runs if length == target.numel() * target.element_size() else None
+
+    def _read_runs(self, runs: list[tuple[TensorEntry, int, int]], target: torch.Tensor) -> None:
+        bytes_of: Any = target.detach().reshape(-1).view(torch.uint8).numpy()
+        view, done = memoryview(bytes_of), 0
+        for entry, start, size in runs:
+            end = done + size
+            try:
+                descriptor = self._descriptor(entry.file)
+                while done < end:
+                    got = os.preadv(descriptor, [view[done:end]], start + size - (end - done))
+                    if got == 0:
+                        raise CheckpointError(f"{entry.file}: cut short while it was read: {entry.name} is incomplete")
+                    done += got
+            except OSError as problem:
+                raise CheckpointError(f"{entry.file}: {problem.strerror} while reading {entry.name}") from None
+
+    def _descriptor(self, file: Path) -> int:
+        with self._opening:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                weakref.finalize(self, os.close, self._descriptors[file])
+            return self._descriptors[file]
 
     def _place(self, parts: list[torch.Tensor], dim: int, target: torch.Tensor, what: str) -> None:
         start = 0

@@ -1,0 +1,73 @@
+"""Host memory as the system counts it, and buffers that give theirs back at once.
+
+Knows pages and mappings; knows nothing of experts.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+_ALIGNMENT = 64
+"""Bytes: a cache line, and one AVX-512 register."""
+
+
+def resident_bytes() -> int:
+    """Bytes of this process in memory now."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():  # not Linux: the peak is the best that the standard library knows
+        return peak_bytes()
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_bytes() -> int:
+    """The most bytes that this process ever had in memory.
+
+    Not getrusage's ru_maxrss where the system offers better: that starts with the memory of the process that forked.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def buffer_bytes(shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> int:
+    """Bytes that `allocate_host` takes for these tensors, whole pages."""
+    page = mmap.PAGESIZE
+    return -(-_layout(shapes)[1] // page) * page
+
+
+def allocate_host(shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
+    """Uninitialised tensors side by side in one anonymous mapping, each at a multiple of 64 bytes.
+
+    A mapping of its own, not the C library's heap, so that dropping an expert gives its bytes back to the system at
+    once, and temporaries of loading leave no holes between experts. Private, so that a limit on data (RLIMIT_DATA)
+    counts it.
+    """
+    starts, total = _layout(shapes)
+    if total == 0:
+        return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    mapping = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with torch.inference_mode(False):  # moves allocate inside generate; the buffers outlive its inference mode
+        buffer = torch.frombuffer(mapping, dtype=torch.uint8)
+        return {
+            name: buffer[starts[name] : starts[name] + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for name, (shape, dtype) in shapes.items()
+        }
+
+
+def _layout(shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> tuple[dict[str, int], int]:
+    starts, total = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        starts[name] = total
+        total += -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return starts, total
