@@ -7,7 +7,6 @@ from collections.abc import Callable
 from itertools import combinations, product
 
 import numpy as np
-import planning_reference as reference
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +23,7 @@ from hotset.planning.layers import Layer, build_layer, distinct
 from hotset.planning.measures import measure
 from hotset.planning.problem import Problem
 from hotset.planning.strategies.certified import solve
+from tests import planning_reference as reference
 
 OBJECTIVES = [(0.0, 1.0), (1.0, 0.0), (1.0, 1.0), (1.0, 3.0), (0.25, 0.5)]
 
