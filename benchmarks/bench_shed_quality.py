@@ -1,8 +1,7 @@
 """What shedding costs in quality: perplexity on held-out text against share of experts resident and keep_mass.
 
-Plans on the first half of the texts, measures on the second half. "exact" serves every miss on the host and must have
-the perplexity of the unmodified model, which is checked first. "all" sheds whatever is missing, over the limit or not:
-what a captured graph would do.
+Plans on the first half of every text, measures on the second half. "exact" serves every miss on the host, and has the
+perplexity of the unmodified model. "all" sheds whatever is missing, over the limit or not: what a captured graph does.
 
 Texts: --texts, by default demo/heldout; model: --model, by default demo/model. --plot writes a picture.
 With --trace (a trace with gate weights) no model runs: planned on two thirds of its documents, it shows how much gate
@@ -26,13 +25,13 @@ SHARES = (0.25, 0.5, 0.75, 0.9)
 KEEP_MASS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3)
 
 
-def windows(tokenizer: Any, texts: list[Path], length: int, tokens: int) -> list[list[int]]:
+def windows(tokenizer: Any, texts: list[str], length: int, tokens: int) -> list[list[int]]:
     """Windows of `length` tokens, taken in turn from the texts until `tokens` are reached."""
-    per_text = [tokenizer(path.read_text(encoding="utf-8"))["input_ids"] for path in texts]
+    per_text = [tokenizer(text)["input_ids"] for text in texts]
     cut = [[ids[i : i + length] for i in range(0, len(ids) - length + 1, length)] for ids in per_text]
     turns = [piece for turn in range(max(map(len, cut), default=0)) for of in cut for piece in of[turn : turn + 1]]
     if not turns:
-        sys.exit(f"bench_shed_quality: no text has {length} tokens")
+        sys.exit(f"bench_shed_quality: no half of a text has {length} tokens")
     return turns[: max(1, tokens // length)]
 
 
@@ -52,20 +51,70 @@ def perplexity(model: Any, pieces: list[list[int]], batch: int) -> float:
     return math.exp(total / count)
 
 
-def measure(model: Any, pieces: list[list[int]], batch: int, policy: Any) -> dict[str, float]:
-    """Perplexity under a policy (None = exact) and what the ledger says, over all layers."""
-    from hotset.runtime.shedding import disable_shedding, enable_shedding
+class ShedExperts:
+    """The unmodified model's own experts, with the gate weights that a policy leaves.
 
-    ledger = None if policy is None else enable_shedding(model, policy)
-    found = {"perplexity": perplexity(model, pieces, batch)}
-    disable_shedding(model)
-    if ledger is not None:
-        totals = ledger.totals()
-        rows = totals.tokens.sum()
-        found["dropped_mass"] = float(totals.dropped_mass.sum() / totals.mass.sum())
-        found["shed_rows"] = float(totals.shed_rows.sum() / rows)
-        found["rows_over_limit"] = float(totals.rows_over_limit.sum() / rows)
-    return found
+    A shed pick has weight 0, so it adds nothing: what the runtime gets by skipping it, at the speed of the model's own
+    implementation. `main` checks one point against `hotset.load` and `enable_shedding`.
+    """
+
+    KEY = "bench_shed_quality"
+
+    def __init__(self, model: Any, mask: Any) -> None:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        from hotset.models.experts import find_expert_layers
+
+        self.model = model
+        self.mask = mask
+        self.policy: Any = None
+        self.ledger: Any = None
+        self.row_of = {id(layer.module): row for row, layer in enumerate(find_expert_layers(model))}
+        self.experts = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+        ALL_EXPERTS_FUNCTIONS.register(self.KEY, self.forward)
+        model.set_experts_implementation(self.KEY)
+
+    def forward(self, module: Any, hidden: Any, ids: Any, weights: Any, **more: Any) -> Any:
+        import torch
+
+        if self.policy is not None:
+            row = self.row_of[id(module)]
+            slots = np.where(self.mask[row], np.cumsum(self.mask[row]) - 1, -1).astype(np.int32)
+            routing = self.policy.apply(ids.contiguous(), weights.float().contiguous(), torch.from_numpy(slots))
+            self.ledger.record(row, routing)
+            weights = torch.where(routing.cpu_ids >= 0, routing.cpu_weights, routing.weights).to(weights.dtype)
+        return self.experts(module, hidden, ids, weights, **more)
+
+    def measure(self, pieces: list[list[int]], batch: int, policy: Any) -> dict[str, float]:
+        """Perplexity under a policy, and what the ledger says over all layers."""
+        from hotset.ops import ShedLedger
+
+        self.policy, self.ledger = policy, ShedLedger(len(self.mask))
+        found = {"perplexity": perplexity(self.model, pieces, batch), **shares_of(self.ledger.totals())}
+        self.policy = None
+        return found
+
+
+def shares_of(totals: Any) -> dict[str, float]:
+    rows = totals.tokens.sum()
+    return {
+        "dropped_mass": float(totals.dropped_mass.sum() / totals.mass.sum()),
+        "shed_rows": float(totals.shed_rows.sum() / rows),
+        "rows_over_limit": float(totals.rows_over_limit.sum() / rows),
+    }
+
+
+def check_against_the_runtime(folder: Path, plan: Any, pieces: list[list[int]], policy: Any, wanted: Any) -> None:
+    """The same point through hotset.load and enable_shedding. Ends the benchmark where it differs."""
+    import hotset
+    from hotset.runtime.shedding import enable_shedding
+
+    model = hotset.load(folder, plan=plan, device="cpu", dtype="float32")
+    ledger = enable_shedding(model, policy)
+    got = {"perplexity": perplexity(model, pieces, 8), **shares_of(ledger.totals())}
+    for name, value in wanted.items():
+        if abs(got[name] - value) > 1e-4 * max(value, 1e-2):
+            sys.exit(f"bench_shed_quality: {name} is {got[name]} in the runtime but {value} here")
 
 
 def main() -> None:
@@ -76,41 +125,42 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_384, help="tokens to measure on, for each point")
     parser.add_argument("--length", type=int, default=256, help="tokens of a window")
     parser.add_argument("--trace", type=Path, help="a recorded trace with gate weights, instead of a model")
+    parser.add_argument("--strategy", default="certified", help="as in `hotset plan` (default: %(default)s)")
+    parser.add_argument("--markdown", action="store_true", help="end with the table that docs/shedding.md shows")
     parser.add_argument("--plot", type=Path, help="write the curves there (.svg or .png)")
     options = parser.parse_args()
     if options.trace:
-        on_trace(options.trace, options.quick)
+        on_trace(options.trace, options.strategy, options.quick)
         return
-    texts = sorted(options.texts.glob("*.txt"))
-    if len(texts) < 2 or not (options.model / "config.json").exists():
-        sys.exit(
-            f"bench_shed_quality: wanted a model in {options.model} and at least two .txt files in {options.texts}"
-        )
+    paths = sorted(options.texts.glob("*.txt"))
+    if not paths or not (options.model / "config.json").exists():
+        sys.exit(f"bench_shed_quality: wanted a model in {options.model} and .txt files in {options.texts}")
 
     import hotset
     from hotset.ops import ShedPolicy
     from hotset.runtime.generation import load_tokenizer
-    from hotset.traces.documents import read_documents
+    from hotset.traces.documents import Document
     from hotset.traces.recorder import load_plain, record
 
     tokens = 2_048 if options.quick else options.tokens
     shares, bounds = ((0.5,), (0.9, 0.5, 0.3)) if options.quick else (SHARES, KEEP_MASS)
     tokenizer = load_tokenizer(options.model)
-    pieces = windows(tokenizer, texts[len(texts) // 2 :], options.length, tokens)
+    texts = [path.read_text(encoding="utf-8") for path in paths]
+    pieces = windows(tokenizer, [text[len(text) // 2 :] for text in texts], options.length, tokens)
     print_header(
         "bench_shed_quality: perplexity on held-out text, shed against exact",
         model=options.model.name,
         tokens=sum(map(len, pieces)),
         window=options.length,
-        texts=f"{len(texts) // 2} to plan on, {len(texts) - len(texts) // 2} to measure on",
+        texts=" ".join(path.stem for path in paths),
+        strategy=options.strategy,
     )
     plain, _ = load_plain(options.model, device="cpu", dtype="float32")
     unmodified = perplexity(plain, pieces, batch=8)
     with tempfile.TemporaryDirectory() as scratch:
-        documents = read_documents(texts[: len(texts) // 2])
-        trace = record(plain, documents, Path(scratch) / "trace", tokenizer=tokenizer, max_tokens=2_048)
-        plans = {share: hotset.plan(trace, fraction=share) for share in shares}
-    del plain
+        halves = [Document(path.stem, text[: len(text) // 2]) for path, text in zip(paths, texts, strict=True)]
+        trace = record(plain, halves, Path(scratch) / "trace", tokenizer=tokenizer, max_tokens=options.length)
+        plans = {share: hotset.plan(trace, fraction=share, strategy=options.strategy) for share in shares}
     print(f"unmodified model: {unmodified:.4f}\n")
     print(
         f"{'resident':>8} {'keep_mass':>9} {'perplexity':>10} {'over exact':>10} {'mass dropped':>12} {'rows shed':>9} "
@@ -118,27 +168,33 @@ def main() -> None:
     )
     points: list[dict[str, Any]] = []
     for share in shares:
-        model = hotset.load(options.model, plan=plans[share], device="cpu", dtype="float32")
-        exact = measure(model, pieces, 8, None)["perplexity"]
-        assert abs(exact / unmodified - 1) < 1e-4, f"exact {exact} is not the unmodified model's {unmodified}"
+        shed = ShedExperts(plain, plans[share].gpu_experts_mask)
+        exact = perplexity(plain, pieces, batch=8)
+        assert exact == unmodified, f"the model without a policy has {exact}, not {unmodified}"
         print(f"{share:>8.0%} {'exact':>9} {exact:>10.4f} {0:>10.2%} {0:>12.2%} {0:>9.2%}")
         points.append({"share": share, "keep_mass": "exact", "perplexity": exact})
         policies = [(str(bound), ShedPolicy(bound)) for bound in bounds]
         policies.append(("all", ShedPolicy(min(bounds), over_limit="shed")))
         for name, policy in policies:
-            found = measure(model, pieces, 8, policy)
+            found = shed.measure(pieces, 8, policy)
             points.append({"share": share, "keep_mass": name, **found})
             served = 0.0 if name == "all" else found["rows_over_limit"]
             print(
                 f"{share:>8.0%} {name:>9} {found['perplexity']:>10.4f} {found['perplexity'] / exact - 1:>10.2%} "
                 f"{found['dropped_mass']:>12.2%} {found['shed_rows']:>9.2%} {served:>32.2%}"
             )
+    policy = ShedPolicy(0.5)
+    few = pieces[: 8 if options.quick else 16]
+    check_against_the_runtime(options.model, plans[shares[-1]], few, policy, shed.measure(few, 8, policy))
+    print("the runtime gives the same perplexity and the same counts at keep_mass 0.5")
     if options.plot:
         plot(points, options.plot)
-    print_json_line(unmodified_perplexity=unmodified, points=points)
+    if options.markdown:
+        print("\n" + markdown(points))
+    print_json_line(unmodified_perplexity=unmodified, strategy=options.strategy, points=points)
 
 
-def on_trace(path: Path, quick: bool) -> None:
+def on_trace(path: Path, strategy: str, quick: bool) -> None:
     """Mass and rows over a recorded trace, every layer, per share of experts resident."""
     import hotset
     from hotset.ops import ShedLedger, ShedPolicy
@@ -147,38 +203,49 @@ def on_trace(path: Path, quick: bool) -> None:
     if held.weights is None:
         sys.exit(f"bench_shed_quality: {path} has no gate weights: record it again with this version")
     tokens = min(held.num_tokens, 1_000 if quick else held.num_tokens)
-    print_header(
-        "bench_shed_quality: gate mass over a recorded trace", trace=path.stem, layers=held.num_layers, tokens=tokens
-    )
+    config = {"trace": path.stem, "layers": held.num_layers, "tokens": tokens, "strategy": strategy}
+    print_header("bench_shed_quality: gate mass over a recorded trace", **config)
     heads = ("resident", "keep_mass", "mass dropped", "rows resident", "rows shed", "served exactly")
     print(" ".join(f"{head:>{max(len(head), 8)}}" for head in heads))
     points = []
     for share in SHARES:
-        mask = hotset.plan(planned, fraction=share).gpu_experts_mask
-        for bound in (0.9, 0.5) if quick else KEEP_MASS:
+        mask = hotset.plan(planned, fraction=share, strategy=strategy).gpu_experts_mask
+        bounds = (0.9, 0.5) if quick else KEEP_MASS
+        policies = [(str(bound), ShedPolicy(bound)) for bound in bounds]
+        for name, policy in [*policies, ("all", ShedPolicy(min(bounds), over_limit="shed"))]:
             ledger = ShedLedger(held.num_layers)
             for row in range(held.num_layers):
                 table = np.where(mask[row], np.cumsum(mask[row]) - 1, -1).astype(np.int32)
                 weights = held.layer_weights(row)
                 assert weights is not None
                 case = held.layer(row)[:tokens].astype(np.int32), weights[:tokens].astype(np.float32), table
-                ledger.record(row, ShedPolicy(bound).apply(*case))
-            totals = ledger.totals()
-            rows = totals.tokens.sum()
-            point = {
-                "share": share,
-                "keep_mass": bound,
-                "dropped_mass": float(totals.dropped_mass.sum() / totals.mass.sum()),
-                "shed_rows": float(totals.shed_rows.sum() / rows),
-                "rows_over_limit": float(totals.rows_over_limit.sum() / rows),
-            }
+                ledger.record(row, policy.apply(*case))
+            point = {"share": share, "keep_mass": name, **shares_of(ledger.totals())}
             points.append(point)
-            resident = 1 - point["shed_rows"] - point["rows_over_limit"]
+            served = 0.0 if name == "all" else point["rows_over_limit"]
+            resident = 1 - point["shed_rows"] - served
+            cells = [point["dropped_mass"], resident, point["shed_rows"], served]
             print(
-                f"{share:>8.0%} {bound:>9} {point['dropped_mass']:>12.2%} {resident:>13.2%} {point['shed_rows']:>9.2%} "
-                f"{point['rows_over_limit']:>14.2%}"
+                f"{share:>8.0%} {name:>9} "
+                + " ".join(f"{c:>{w}.2%}" for c, w in zip(cells, (12, 13, 9, 14), strict=True))
             )
-    print_json_line(trace=path.stem, points=points)
+    print_json_line(trace=path.stem, strategy=strategy, points=points)
+
+
+def markdown(points: list[dict[str, Any]]) -> str:
+    """One row per share: perplexity over exact, and in brackets the rows that still go to the host."""
+    bounds = list(dict.fromkeys(p["keep_mass"] for p in points if p["keep_mass"] != "exact"))
+    lines = [f"| resident | exact | {' | '.join(bounds)} |", "|---" * (len(bounds) + 2) + "|"]
+    for share in sorted({p["share"] for p in points}):
+        mine = {p["keep_mass"]: p for p in points if p["share"] == share}
+        exact = mine.pop("exact")
+        missed = mine["all"]["shed_rows"]
+        cells = [f"{share:.0%}", f"{exact['perplexity']:.3f} ({missed:.1%})"]
+        for name, point in mine.items():
+            served = 0.0 if name == "all" else point["rows_over_limit"]
+            cells.append(f"{point['perplexity'] / exact['perplexity'] - 1:+.2%} ({served:.1%})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def plot(points: list[dict[str, Any]], path: Path) -> None:

@@ -23,7 +23,7 @@ LAYERS = [
     {"planning", "policies"},
     {"simulation", "runtime"},
     {"reports"},
-    {"demo"},
+    {"demo", "bench"},
     {"__init__"},
     {"cli", "__main__"},
 ]

@@ -123,8 +123,8 @@ def test_torch_and_mlx_decide_as_numpy_does(library: str) -> None:
         assert (wanted.shed_ids >= 0).any()
         got = PolicyRouting(*map(np.asarray, policy.apply(*map(to_native, case))))
         assert (got.over_limit == wanted.over_limit).all()
-        four = [name for name in PolicyRouting._fields if name != "over_limit"]
-        for name in four:
+        np.testing.assert_array_equal(got.mass, wanted.mass)
+        for name in PolicyRouting._fields[:-2]:
             assert (bits(getattr(got, name)) == bits(getattr(wanted, name))).all(), name
 
 
@@ -162,6 +162,15 @@ def test_a_ledger_counts_rows_picks_and_mass_per_layer(kind: str) -> None:
     assert totals.mass.tolist() == [0.0, 6.0]
     assert totals.dropped_mass.tolist() == [0.0, 0.5]
     assert totals.dropped_share.tolist() == [0.0, 0.5 / 6.0]
+
+
+def test_a_row_of_which_nothing_is_kept_counts_with_its_whole_mass() -> None:
+    ledger = ShedLedger(1)
+    policy = ShedPolicy(0.5, over_limit="shed")
+    ledger.record(0, apply(policy, [[2, 3], [0, 1]], [[0.75, 0.25], [0.5, 0.5]], TABLE))
+    assert ledger.totals().mass.tolist() == [2.0]
+    assert ledger.totals().dropped_mass.tolist() == [1.0]
+    assert ledger.totals().dropped_share.tolist() == [0.5]
 
 
 def test_a_ledger_refuses_rows_and_arrays_that_are_not_its_own() -> None:

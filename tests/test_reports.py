@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_cli_plan import run
 
 import hotset
 from hotset import Plan, Trace
@@ -19,6 +18,7 @@ from hotset.reports.heatmap import heat_levels, heat_map
 from hotset.reports.html import render_html, save_html
 from hotset.reports.png import save_png
 from hotset.traces.synthetic import synthetic_trace
+from tests.test_cli_plan import run
 
 
 @pytest.fixture(scope="module")

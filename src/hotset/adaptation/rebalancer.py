@@ -20,7 +20,7 @@ from hotset.machines.cost import CostModel
 from hotset.residency import Residency, Swap
 
 # Chosen on the ESFT traces together with the tracker's; see LOG.md.
-DEFAULT_HYSTERESIS = 0.02
+DEFAULT_HYSTERESIS = 0.01
 DEFAULT_MAX_MOVES = 1
 
 UNLIMITED = int(np.iinfo(np.int64).max)

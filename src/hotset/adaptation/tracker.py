@@ -21,7 +21,7 @@ FORMAT = "hotset-hotness"
 VERSION = 1
 
 # Chosen on the ESFT traces; see LOG.md for the sweep and what else was tried.
-DEFAULT_DECAY = 0.995
+DEFAULT_DECAY = 0.998
 DEFAULT_FAST_DECAY = 0.9
 DEFAULT_FAST_WEIGHT = 0.2
 

@@ -11,7 +11,18 @@ from hotset.cli.common import note
 from hotset.errors import HotsetError
 
 # in the order of the pipeline, which is the order of `hotset --help`
-COMMANDS: tuple[str, ...] = ("record", "plan", "show", "report", "run", "demo")
+COMMANDS: tuple[str, ...] = (
+    "record",
+    "plan",
+    "show",
+    "report",
+    "run",
+    "demo",
+    "replay",
+    "probe",
+    "bench",
+    "models",
+)
 
 
 def build_app() -> typer.Typer:

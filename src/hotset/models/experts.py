@@ -7,8 +7,8 @@ is no list of models here. Needs torch and transformers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ ExpertsFunction = Callable[..., torch.Tensor]
 """(module, hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]) -> [T, H]."""
 
 _INTERFACE_FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
-_LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
+_LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,13 @@ class ExpertLayer:
     num_experts: int
     parameters: Mapping[str, torch.Tensor]
     """Parameter name -> tensor [E, ...] (on any device, meta included)."""
+    twins: MutableMapping[str, nn.Module] = field(default_factory=dict)
+    """Module path -> further experts modules tied to the same parameters (DiffusionGemma's decoder)."""
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Every module that runs these experts: `module` and its twins."""
+        return (self.module, *self.twins.values())
 
     @property
     def bytes_per_expert(self) -> int:
@@ -43,36 +50,51 @@ class ExpertLayer:
 
 
 def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
-    """The model's MoE layers in order. Raises UnsupportedModelError where none uses the experts interface."""
-    layers = []
+    """The model's MoE layers in order.
+
+    Where a model has several towers with experts (text and images, thinker and talker), the one with the most expert
+    bytes is taken; the others' experts stay ordinary weights of the model. Raises UnsupportedModelError where nothing
+    uses the experts interface, or where that tower's layers differ in their number of experts.
+    """
+    towers: dict[str, list[ExpertLayer]] = {}
+    by_parameters: dict[tuple[int, ...], ExpertLayer] = {}
     for name, module in model.named_modules():
-        if all(hasattr(module, flag) for flag in _INTERFACE_FLAGS) and hasattr(module, "num_experts"):
-            num_experts = int(module.num_experts)
-            parameters = {
-                key: parameter
-                for key, parameter in module.named_parameters(recurse=False)
-                if parameter.ndim >= 2 and parameter.shape[0] == num_experts
-            }
-            layers.append(ExpertLayer(name, _layer_number(name), module, num_experts, parameters))
-    if not layers:
+        if not (all(hasattr(module, flag) for flag in _INTERFACE_FLAGS) and hasattr(module, "num_experts")):
+            continue
+        num_experts = int(module.num_experts)
+        parameters = {
+            key: parameter
+            for key, parameter in module.named_parameters(recurse=False)
+            if parameter.ndim >= 2 and parameter.shape[0] == num_experts
+        }
+        layer_id, tower = _layer_number(name)
+        layer = ExpertLayer(name, layer_id, module, num_experts, parameters)
+        first = by_parameters.setdefault(tuple(map(id, parameters.values())) or (id(module),), layer)
+        if first is not layer:
+            first.twins[name] = module
+        else:
+            towers.setdefault(tower, []).append(layer)
+    if not towers:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no layer that uses Transformers' experts interface: "
-            "hotset works on Mixture-of-Experts models that do (Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss, ...)"
+            "hotset works on Mixture-of-Experts models that do (`hotset models` lists them)"
         )
-    if len({layer.layer_id for layer in layers}) != len(layers):
-        names = ", ".join(layer.name for layer in layers[:4])
-        raise UnsupportedModelError(f"{type(model).__name__} has several experts modules per layer ({names}, ...)")
+    pattern, layers = max(towers.items(), key=lambda tower: sum(x.bytes_per_expert * x.num_experts for x in tower[1]))
     if len({layer.num_experts for layer in layers}) != 1:
         counts = sorted({layer.num_experts for layer in layers})
-        raise UnsupportedModelError(f"{type(model).__name__} has layers with different numbers of experts: {counts}")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers with different numbers of experts in {pattern}: {counts}"
+        )
     return sorted(layers, key=lambda layer: layer.layer_id)
 
 
-def _layer_number(name: str) -> int:
-    numbers = _LAYER_NUMBER.findall(name + ".")
+def _layer_number(name: str) -> tuple[int, str]:
+    """(the last number in a module path, the path with "*" in its place)."""
+    numbers = list(_LAYER_NUMBER.finditer(name))
     if not numbers:
         raise ModelError(f"experts module {name!r} has no layer number in its name")
-    return int(numbers[-1])
+    start, end = numbers[-1].span()
+    return int(name[start:end]), f"{name[:start]}*{name[end:]}"
 
 
 def run_expert(module: nn.Module, rows: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:

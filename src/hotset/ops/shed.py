@@ -43,6 +43,8 @@ class PolicyRouting(NamedTuple):
     """[T, R] float32 their scores, then +0."""
     over_limit: Any
     """[T] bool True = shedding would keep too little mass."""
+    mass: Any
+    """[T] float32 sum_all; of a NaN here the bits are not fixed."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class ShedPolicy:
             miss_ids=routed.miss_ids,
             miss_scores=routed.miss_scores,
             over_limit=over,
+            mass=sum_all,
         )
 
 
@@ -111,7 +114,7 @@ class ShedTotals:
     rows_over_limit: NDArray[np.int64]
     """[L] rows that would keep less than keep_mass: served exactly, or shed all the same, as the policy says."""
     mass: NDArray[np.float64]
-    """[L] gate mass routed."""
+    """[L] gate mass routed: the sum of all scores."""
     dropped_mass: NDArray[np.float64]
     """[L] gate mass of the dropped picks, before the kept ones were scaled up."""
 
@@ -151,7 +154,6 @@ class ShedLedger:
         kind = name_kind(routing.weights)
         dropped = routing.shed_ids >= 0
         counts = self._counts[row]
-        # a shed row's weights sum to its whole mass, an exact row's to what the GPU has of it
         if self.device is not None:
             import torch
 
@@ -161,21 +163,19 @@ class ShedLedger:
             counts[1] += dropped.any(1).sum()
             counts[2] += dropped.sum()
             counts[3] += routing.over_limit.sum()
-            counts[4] += routing.weights.sum(dtype=torch.float64) + routing.cpu_weights.sum(dtype=torch.float64)
+            counts[4] += routing.mass.sum(dtype=torch.float64)
             counts[5] += routing.shed_weights.sum(dtype=torch.float64)
             return
         if kind == "torch" and routing.weights.device.type != "cpu":
             raise OpsError(f"the routing is on {routing.weights.device}: make the ledger with device= of the router")
-        weights, cpu_weights, shed_weights, over_limit = map(
-            np.asarray, (routing.weights, routing.cpu_weights, routing.shed_weights, routing.over_limit)
-        )
+        mass, shed_weights, over_limit = map(np.asarray, (routing.mass, routing.shed_weights, routing.over_limit))
         dropped = np.asarray(dropped)
         counts += (
-            len(weights),
+            len(mass),
             dropped.any(axis=1).sum(),
             dropped.sum(),
             over_limit.sum(),
-            weights.sum(dtype=np.float64) + cpu_weights.sum(dtype=np.float64),
+            mass.sum(dtype=np.float64),
             shed_weights.sum(dtype=np.float64),
         )
 

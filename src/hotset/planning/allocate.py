@@ -16,18 +16,24 @@ _MAX_WORK = 600_000_000
 
 
 def allocate(
-    sizes: Sequence[NDArray[np.int64]], values: Sequence[NDArray[np.float64]], capacity: int, *, for_bound: bool
+    sizes: Sequence[NDArray[np.int64]],
+    values: Sequence[NDArray[np.float64]],
+    capacity: int,
+    *,
+    for_bound: bool,
+    cells: int | None = None,
 ) -> tuple[float, NDArray[np.int64]] | None:
     """(total value, [L] index of the option taken in each layer), or None where no choice fits.
 
     sizes, values: each layer's options by ascending size. for_bound: round sizes down where they must be rounded, so
-    that the total is an upper bound on every choice within the capacity.
+    that the total is an upper bound on every choice within the capacity. cells: how fine the grid may be.
     """
     from hotset.planning.loops import knapsack
 
     first = np.cumsum([0, *(len(s) for s in sizes)]).astype(np.int64)
     capacity = min(capacity, sum(int(s[-1]) for s in sizes))
-    cells = max(1024, _MAX_WORK // max(1, int(first[-1])))
+    if cells is None:
+        cells = max(1024, _MAX_WORK // max(1, int(first[-1])))
     flat = np.concatenate(sizes).astype(np.int64)
     if capacity > cells:
         grain = -(-capacity // cells)

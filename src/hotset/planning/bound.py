@@ -5,8 +5,10 @@ Two kinds, each valid for any split of the tokens' worth, so that stopping early
 - loads: every token's worth is charged to its own experts. A placement scores at most the loads of its residents, so
   per layer the n largest loads bound n experts, and over all layers the fractional knapsack bounds any placement.
   This is the linear dual of the densest-subhypergraph relaxation; it is concave in n, the truth often convex.
-- pairs: every token's worth is charged to pairs of its experts, which only count when both are resident. Of n experts
-  one sees at most its n - 1 largest pairs, half of each pair charged to each end. Follows the truth where it is convex.
+- pairs: every token's worth is charged to ordered pairs of its experts, which only count when both are resident. Of n
+  resident experts each sees at most its n - 1 largest pairs. Follows the truth where it is convex. The charges are
+  spread evenly at first; where that leaves a gap they are priced for the number of experts in question. At best this
+  reaches the first level of the reformulation-linearization hierarchy (Sherali and Adams 1990).
 
 The bound per layer and number of experts is the least of them, and an exact multiple-choice knapsack over those
 gives the bound on the whole placement.
@@ -20,9 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotset.planning.budget import Budget
-from hotset.planning.layers import Layer, select_options
-
-Options = tuple[NDArray[np.int64], NDArray[np.float64]]
+from hotset.planning.layers import Layer
 
 _SLACK = 1e-9
 """Relative slack over everything summed in float64, far above its rounding."""
@@ -56,42 +56,55 @@ def bound_by_loads(load: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.append(0.0, np.cumsum(-np.sort(-load))) * (1 + _SLACK)
 
 
-def bound_by_pairs(layer: Layer, *, sweeps: int = 16) -> NDArray[np.float64]:
-    """[E + 1] the same from pairs of co-firing experts."""
-    from hotset.planning.loops import balance, charged
+class PairBound:
+    """Bounds of one layer from pairs of co-firing experts, sharper with every number of experts asked about."""
 
-    num_experts, top_k = layer.num_experts, layer.sets.shape[1]
-    base = layer.base.copy()
-    alone = np.ones(len(layer.sets), np.bool_) if top_k == 1 else layer.sets[:, 1] < 0
-    np.add.at(base, layer.sets[alone, 0], layer.value * layer.weight[alone])
-    sets = layer.sets[~alone].astype(np.int32)
-    # pairs within the first picks come first, so that the pairs of a set with fewer than K picks are at the front
-    which = sorted(combinations(range(top_k), 2), key=lambda pair: pair[1])
-    groups = np.full((len(sets), len(which)), -1, np.int32)
-    for column, (i, j) in enumerate(which):
-        both = sets[:, j] >= 0
-        groups[both, column] = sets[both, i] * num_experts + sets[both, j]
-    load, mass = np.zeros(num_experts**2), np.zeros(groups.shape)
-    weight = layer.weight[~alone]
-    if layer.value > 0:
-        balance(groups, weight, layer.value, np.ones(num_experts**2), mass, load, sweeps)
-        load[:] = 0
-        charged(groups, weight, layer.value, mass, load)
-    pairs = load.reshape(num_experts, num_experts)
-    largest = -np.sort(-(pairs + pairs.T) / 2, axis=1)[:, : num_experts - 1]
-    seen = base[:, None] + np.concatenate([np.zeros((num_experts, 1)), np.cumsum(largest, axis=1)], axis=1)
-    bound = np.zeros(num_experts + 1)
-    for n in range(1, num_experts + 1):
-        column = seen[:, n - 1]
-        bound[n] = np.partition(column, num_experts - n)[num_experts - n :].sum()
-    return bound * (1 + _SLACK)
+    def __init__(self, layer: Layer) -> None:
+        num_experts, top_k = layer.num_experts, layer.sets.shape[1]
+        alone = np.ones(len(layer.sets), np.bool_) if top_k == 1 else layer.sets[:, 1] < 0
+        self._base = layer.base.copy()
+        np.add.at(self._base, layer.sets[alone, 0], layer.value * layer.weight[alone])
+        self._sets, self._weight, self._value = layer.sets[~alone], layer.weight[~alone], layer.value
+        self._prices = np.zeros((num_experts, num_experts))
+        self.steps_per_round = len(self._sets) * top_k * top_k + num_experts**2
+        """Work of one round of `sharpen`, in about nanoseconds."""
 
+    def balanced(self, *, sweeps: int = 16) -> NDArray[np.float64]:
+        """[E + 1] upper bound with n resident experts, from the most even charge of unordered pairs."""
+        from hotset.planning.loops import balance, charged
 
-def options_of(layer: Layer, bound: NDArray[np.float64], fewest: int, most: int) -> Options:
-    """A layer's upper bounds as knapsack options: n experts take at least the n smallest sizes."""
-    least = np.append(0, np.cumsum(np.sort(layer.size)))
-    sizes, values = select_options(least[fewest : most + 1], bound[fewest : most + 1])
-    return sizes, values
+        num_experts, top_k = len(self._base), self._sets.shape[1]
+        # pairs within the first picks come first, so that those of a set with fewer than K picks are at the front
+        which = sorted(combinations(range(top_k), 2), key=lambda pair: pair[1])
+        sets = self._sets.astype(np.int32)
+        groups = np.full((len(sets), len(which)), -1, np.int32)
+        for column, (i, j) in enumerate(which):
+            both = sets[:, j] >= 0
+            groups[both, column] = sets[both, i] * num_experts + sets[both, j]
+        load, mass = np.zeros(num_experts**2), np.zeros(groups.shape)
+        if self._value > 0:
+            balance(groups, self._weight, self._value, np.ones(num_experts**2), mass, load, sweeps)
+            load[:] = 0
+            charged(groups, self._weight, self._value, mass, load)
+        pairs = load.reshape(num_experts, num_experts)
+        return self._seen((pairs + pairs.T) / 2)
+
+    def sharpen(self, n: int, *, rounds: int = 150) -> NDArray[np.float64]:
+        """[E + 1] the same from charges meant for n experts: tightest there, valid everywhere."""
+        from hotset.planning.loops import priced_pairs
+
+        average = np.empty_like(self._prices)
+        priced_pairs(self._sets, self._weight, self._base, self._value, n, rounds, 3.0, self._prices, average)
+        return self._seen(average)
+
+    def _seen(self, pairs: NDArray[np.float64]) -> NDArray[np.float64]:
+        num_experts = len(self._base)
+        largest = -np.sort(-pairs, axis=1)[:, : num_experts - 1]
+        seen = self._base[:, None] + np.pad(np.cumsum(largest, axis=1), ((0, 0), (1, 0)))
+        bound = np.zeros(num_experts + 1)
+        for n in range(1, num_experts + 1):
+            bound[n] = np.partition(seen[:, n - 1], num_experts - n)[num_experts - n :].sum()
+        return bound * (1 + _SLACK)
 
 
 def fractional_bound(loads: NDArray[np.float64], budget: Budget) -> float:

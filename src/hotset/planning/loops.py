@@ -326,6 +326,77 @@ def improve(sets, weight, base, value, size, resident, rounds):  # type: ignore[
 
 
 @njit(cache=True, nogil=True)
+def seen_pairs(base, load, n, picked):  # type: ignore[no-untyped-def]
+    """The most that n experts can see of load [E, E]: each its n - 1 largest entries and its base; n experts in all.
+
+    picked [E, E] is set to 1 where an entry was counted, else to 0.
+    """
+    num_experts = len(base)
+    seen = base.copy()
+    order = np.empty((num_experts, num_experts), np.int64)
+    for i in range(num_experts):
+        order[i] = np.argsort(-load[i])
+        for c in range(n - 1):
+            seen[i] += load[i, order[i, c]]
+    picked[:] = 0.0
+    total = 0.0
+    best = np.argsort(-seen)
+    for c in range(n):
+        i = best[c]
+        total += seen[i]
+        for d in range(n - 1):
+            picked[i, order[i, d]] = 1.0
+    return total
+
+
+@njit(cache=True, nogil=True)
+def priced_pairs(sets, weight, base, value, n, rounds, step, prices, average):  # type: ignore[no-untyped-def]
+    """Charge each set to ordered pairs of its experts so that n experts see little; returns what they see at most.
+
+    A game: an adversary counts n experts and n - 1 partners of each; what it counts gets dearer, and every set spreads
+    its worth over its pairs by exp(-step * price / sqrt(round)). The time average of the charges goes to a value of
+    the pair relaxation (multiplicative weights, Freund and Schapire 1999). prices [E, E]: read as the start, and
+    updated. average [E, E]: overwritten with the averaged charges, a valid split by itself, no entry on the diagonal.
+    """
+    num_experts = len(base)
+    num_sets, top_k = sets.shape
+    load, picked = np.empty((num_experts, num_experts)), np.empty((num_experts, num_experts))
+    average[:] = 0.0
+    total = 0.0
+    for turn in range(1, rounds + 1):
+        pull = np.exp((prices.min() - prices) * (step / np.sqrt(turn)))
+        load[:] = 0.0
+        for s in range(num_sets):
+            norm = 0.0
+            for i in range(top_k):
+                if sets[s, i] < 0:
+                    break
+                for j in range(top_k):
+                    if sets[s, j] < 0:
+                        break
+                    if i != j:
+                        norm += pull[sets[s, i], sets[s, j]]
+            if norm <= 0.0:
+                # every pair priced out of sight: charge the first one
+                load[sets[s, 0], sets[s, 1]] += value * weight[s]
+                continue
+            share = value * weight[s] / norm
+            for i in range(top_k):
+                if sets[s, i] < 0:
+                    break
+                for j in range(top_k):
+                    if sets[s, j] < 0:
+                        break
+                    if i != j:
+                        load[sets[s, i], sets[s, j]] += share * pull[sets[s, i], sets[s, j]]
+        seen_pairs(base, load, n, picked)
+        prices += picked
+        total += turn
+        average += (load - average) * (turn / total)
+    return seen_pairs(base, average, n, picked)
+
+
+@njit(cache=True, nogil=True)
 def knapsack(first, sizes, values, capacity, choice):  # type: ignore[no-untyped-def]
     """Multiple-choice knapsack: one option of every layer, sizes within capacity, most value. Exact.
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hotset.core import Tier
-from hotset.models.experts import picks_by_expert, run_expert
+from hotset.models.experts import interface_implementation, picks_by_expert, run_expert
 
 if TYPE_CHECKING:
     from hotset.runtime.runtime import Runtime
@@ -33,7 +33,9 @@ def _experts_forward(
     module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, **_: Any
 ) -> torch.Tensor:
     """Transformers' contract: hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K] -> [T, H]."""
-    layer: LayerDispatch = module.hotset_layer  # type: ignore[assignment]
+    layer: LayerDispatch | None = module.__dict__.get("hotset_layer")
+    if layer is None:  # of a tower that hotset does not manage, such as the experts for images beside those for text
+        return interface_implementation("eager", module)(module, hidden_states, top_k_index, top_k_weights)
     return layer(hidden_states, top_k_index, top_k_weights)
 
 

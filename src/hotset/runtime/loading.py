@@ -66,17 +66,25 @@ def load_skeleton(folder: Path, *, dtype: torch.dtype | str, device: torch.devic
         for context in model_class.get_init_context(wanted_dtype, False, False, False):
             stack.enter_context(context)
         model = model_class(copy.deepcopy(config))
+    model.tie_weights(recompute_mapping=False)  # left out above; experts may be tied too
     layers = find_expert_layers(model)
     if not model._can_set_experts_implementation():
         raise UnsupportedModelError(f"{model_class.__name__} does not let its experts implementation be set")
 
     mapping: list[Any] = get_model_conversion_mapping(model)
     reader = ExpertReader(checkpoint, model, layers, mapping)
-    for layer in layers:
-        for name in layer.parameters:
-            delattr(layer.module, name)
-        # Transformers must not try to initialise what is not there
-        layer.module._is_hf_initialized = True  # type: ignore[assignment]
+    taken_out = [module for layer in layers for module in layer.modules]
+    names = list(layers[0].parameters)
+    owned = {f"{path}.{name}" for layer in layers for path in (layer.name, *layer.twins) for name in names}
+    model.all_tied_weights_keys = {k: v for k, v in model.all_tied_weights_keys.items() if k not in owned}
+    for module in taken_out:
+        for name in names:
+            delattr(module, name)
+            # Transformers initialises what it did not load, here and from the block around (Qwen3-Omni): it skips this
+            placeholder = torch.empty(0)
+            placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
+            setattr(module, name, placeholder)
+        module._is_hf_initialized = True  # type: ignore[assignment]
     load_config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(folder),
         device_map={"": device},
@@ -85,7 +93,11 @@ def load_skeleton(folder: Path, *, dtype: torch.dtype | str, device: torch.devic
         weight_mapping=mapping,
     )
     info, _ = convert_and_load_state_dict_in_model(model, reader.non_expert_slices(), load_config)
+    reader.place_by_products(model, info, device, wanted_dtype)
     info = model_class._finalize_model_loading(model, load_config, info)
+    for module in taken_out:
+        for name in names:
+            delattr(module, name)
     missing = sorted(getattr(info, "missing_keys", ()))
     if missing:
         raise CheckpointError(f"{folder}: the checkpoint lacks {missing[0]!r} (and {len(missing) - 1} more tensors)")
@@ -133,6 +145,11 @@ class _Recipe:
     sources: dict[str, list[str]] = field(default_factory=dict)
     """Source pattern -> stored tensor names, in the natural order of their numbers."""
 
+    @property
+    def per_expert(self) -> bool:
+        """Whether one expert can be made from its own stored tensors alone."""
+        return self.converter is None or _works_per_expert(self.converter)
+
     def plain(self) -> tuple[list[str], int] | None:
         """(source patterns, axis) where one expert's stored tensors, side by side along the axis, are the parameter.
 
@@ -142,39 +159,75 @@ class _Recipe:
 
         if self.converter is None:
             return list(self.sources), 0
-        *merges, last = self.converter.operations
-        joins = last if type(last) is Concatenate else None
-        merges = merges if joins is not None else [last]
-        if all(type(op) is MergeModulelist and op.dim == 0 for op in merges) and (joins is None or joins.dim >= 1):
-            ordered = [pattern for pattern in self.converter.source_patterns if pattern in self.sources]
-            return ordered, 0 if joins is None else joins.dim - 1
-        return None
+        if not all(type(op) in (MergeModulelist, Concatenate) for op in self.converter.operations):
+            return None
+        joins = [op.dim - 1 for op in self.converter.operations if type(op) is Concatenate]
+        if not self.per_expert or len(joins) > 1:
+            return None
+        return [p for p in self.converter.source_patterns if p in self.sources], joins[0] if joins else 0
 
-    def parts(self, pieces: dict[str, torch.Tensor], target: str, config: Any) -> tuple[list[torch.Tensor], int]:
+    def parts(
+        self, pieces: dict[str, torch.Tensor], target: str, shape: torch.Size, config: Any
+    ) -> tuple[list[torch.Tensor], int]:
         """(tensors to lay side by side, along which axis), from one expert's stored tensors by source pattern.
 
-        Where that is all there is to do, the converter's two copies are spared.
+        shape: the parameter's for one expert. Where laying side by side is all there is to do, the converter's two
+        copies are spared; otherwise it runs as for a layer that has this expert alone.
         """
         from transformers.core_model_loading import MergeModulelist
 
         plain = self.plain()
         if plain is not None:
             return [pieces[pattern] for pattern in plain[0]], plain[1]
-        converter = copy.deepcopy(self.converter)
-        for pattern, piece in pieces.items():
-            ready = piece if any(type(op) is MergeModulelist for op in self.converter.operations) else piece[None]
-            converter.add_tensor(target, pattern, pattern, _Ready(ready))
-        converted = converter.convert(target, config=config)
-        (made,) = (value for key, value in converted.items() if target.endswith(key) or key.endswith(target))
-        made = made[0] if isinstance(made, list) else made
-        return [made.squeeze(0)], 0
+        stacks = any(type(op) is MergeModulelist for op in self.converter.operations)
+        stacked = {pattern: [piece if stacks else piece[None]] for pattern, piece in pieces.items()}
+        made = _convert(self.converter, stacked, target, _Shapes({target: torch.Size((1, *shape))}), config)
+        return [made[target].squeeze(0)], 0
+
+
+def _works_per_expert(converter: Any) -> bool:
+    """Whether no operation of the converter looks across experts, which lie along axis 0, or makes several tensors."""
+    from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, Transpose
+
+    def within_expert(op: Any) -> bool:
+        if type(op) is MergeModulelist:
+            return bool(op.dim == 0)
+        if type(op) in (Concatenate, Interleave):
+            return bool(op.dim >= 1)
+        return type(op) is Transpose and min(op.dim0, op.dim1) >= 1
+
+    return len(converter.target_patterns) == 1 and all(map(within_expert, converter.operations))
+
+
+def _convert(
+    converter: Any, sources: Mapping[str, list[torch.Tensor]], target: str, model: Any, config: Any
+) -> dict[str, torch.Tensor]:
+    """Run a WeightConverter as Transformers does. sources: by source pattern. -> full parameter name -> tensor."""
+    ready = copy.deepcopy(converter)
+    for pattern, tensors in sources.items():
+        for tensor in tensors:
+            ready.add_tensor(target, pattern, pattern, tensor)
+    made = ready.convert(target, model=model, config=config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class _Shapes:
+    """Stands in for the model where a converter asks it for a parameter's shape or dtype."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self._shapes = shapes
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return torch.empty(self._shapes[name], device="meta")
 
 
 class ExpertReader:
     """Reads single experts out of a checkpoint: `read_into(row, expert, target)`.
 
     Each shard is opened once and read by pread, so that the page cache is not counted as this process's memory. What
-    is stored as the model wants it goes from the file straight into its place. Several threads may read at once.
+    is stored as the model wants it goes from the file straight into its place. Where Transformers' converter mixes
+    experts, or makes several parameters at once (ERNIE-VL: text and image experts from one list), a layer is converted
+    as a whole and kept until another layer is asked for. Several threads may read at once.
     """
 
     def __init__(self, checkpoint: Checkpoint, model: Any, layers: list[ExpertLayer], mapping: list[Any]) -> None:
@@ -184,11 +237,18 @@ class ExpertReader:
         self._files: dict[Path, Any] = {}
         self._descriptors: dict[Path, int] = {}
         self._opening = threading.Lock()
+        self._converting = threading.Lock()
         self._layers = layers
         self._config = model.config
         self._recipes: list[dict[str, _Recipe]] = [{} for _ in layers]
         self._non_expert: list[str] = []
-        targets = {f"{layer.name}.{name}": (row, name) for row, layer in enumerate(layers) for name in layer.parameters}
+        self._whole: tuple[int, dict[str, torch.Tensor]] = (-1, {})
+        targets = {
+            f"{module}.{name}": (row, name)
+            for row, layer in enumerate(layers)
+            for module in (layer.name, *layer.twins)
+            for name in layer.parameters
+        }
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -203,6 +263,15 @@ class ExpertReader:
             recipe.sources.setdefault(pattern or stored, []).append(stored)
         self._check_complete()
 
+    @property
+    def layout(self) -> str:
+        """How the checkpoint holds experts: "one by one", "fused", or "by layer" where they cannot be read singly."""
+        recipes = list(self._recipes[0].values())
+        if not all(recipe.per_expert for recipe in recipes):
+            return "by layer"
+        singly = all(len(x) == self._layers[0].num_experts for recipe in recipes for x in recipe.sources.values())
+        return "one by one" if singly else "fused"
+
     def non_expert_slices(self) -> dict[str, Any]:
         """Stored name -> lazy slice of every tensor that is no expert's."""
         return {name: self._slice(name) for name in self._non_expert}
@@ -213,8 +282,12 @@ class ExpertReader:
         Raises CheckpointError where what is stored does not have the parameter's shape, or cannot be read.
         """
         layer = self._layers[row]
-        for name in layer.parameters:
+        for name, parameter in layer.parameters.items():
             recipe = self._recipes[row][name]
+            if not recipe.per_expert:
+                parts, dim = [self._whole_layer(row)[f"{layer.name}.{name}"][expert]], 0
+                self._place(parts, dim, target[name], f"expert {expert} of layer {layer.layer_id}: {name}")
+                continue
             runs = self._runs(row, name, expert, target[name])
             if runs is not None:
                 self._read_runs(runs, target[name])
@@ -225,8 +298,37 @@ class ExpertReader:
                 else self._slice(stored[0])[expert : expert + 1].squeeze(0)
                 for pattern, stored in recipe.sources.items()
             }
-            parts, dim = recipe.parts(pieces, f"{layer.name}.{name}", self._config)
+            parts, dim = recipe.parts(pieces, f"{layer.name}.{name}", parameter.shape[1:], self._config)
             self._place(parts, dim, target[name], f"expert {expert} of layer {layer.layer_id}: {name}")
+
+    def place_by_products(self, model: Any, info: Any, device: torch.device, dtype: torch.dtype) -> None:
+        """Give the model the other parameters that an expert converter makes, which Transformers has not seen."""
+        from transformers.core_model_loading import set_param_for_module
+
+        for row, recipes in enumerate(self._recipes):
+            if all(recipe.per_expert for recipe in recipes.values()):
+                continue
+            ours = {f"{self._layers[row].name}.{name}" for name in recipes}
+            for name, tensor in self._whole_layer(row).items():
+                if name not in ours:
+                    set_param_for_module(model, name, tensor.to(device, dtype), info, None)  # type: ignore[arg-type]
+
+    def _whole_layer(self, row: int) -> dict[str, torch.Tensor]:
+        """Every parameter that the layer's converters make when run over all experts, by full name."""
+        with self._converting:
+            if self._whole[0] == row:
+                return self._whole[1]
+            layer = self._layers[row]
+            made: dict[str, torch.Tensor] = {}
+            shapes = {f"{layer.name}.{name}": parameter.shape for name, parameter in layer.parameters.items()}
+            for name, recipe in self._recipes[row].items():
+                if not recipe.per_expert:
+                    read = {
+                        pattern: [self._slice(x)[...] for x in stored] for pattern, stored in recipe.sources.items()
+                    }
+                    made |= _convert(recipe.converter, read, f"{layer.name}.{name}", _Shapes(shapes), self._config)
+            self._whole = (row, made)
+            return made
 
     def _runs(
         self, row: int, name: str, expert: int, target: torch.Tensor
@@ -294,6 +396,8 @@ class ExpertReader:
                     raise CheckpointError(
                         f"{self.checkpoint.folder}: no stored tensor for {layer.name}.{name}: is it complete?"
                     )
+                if not recipes[name].per_expert:
+                    continue
                 counts = {len(stored) for stored in recipes[name].sources.values()}
                 if not counts <= {1, layer.num_experts} or len(counts) != 1:
                     raise CheckpointError(
@@ -309,13 +413,3 @@ class ExpertReader:
         if opened is None:
             opened = self._files[entry.file] = safe_open(entry.file, framework="pt", device="cpu", backend="pread")
         return opened.get_slice(name)
-
-
-class _Ready:
-    """A tensor that a WeightConverter may call for, as it does for lazily loaded ones."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def __call__(self) -> torch.Tensor:
-        return self._tensor

@@ -169,8 +169,9 @@ class Runtime:
     def attach(self) -> None:
         """Hang this runtime on its model: dispatch per layer, phase and time by hooks, report, refusals."""
         for row, layer in enumerate(self.layers):
-            layer.module.hotset_layer = LayerDispatch(self, row, layer.module)  # type: ignore[assignment]
-            TrainingGuard.install(layer.module, self.store.copies)
+            for module in layer.modules:
+                module.hotset_layer = LayerDispatch(self, row, module)  # type: ignore[assignment]
+                TrainingGuard.install(module, self.store.copies)
         TrainingGuard.install(self.model, self.store.copies)
         self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self.model.register_forward_hook(self._after_forward)

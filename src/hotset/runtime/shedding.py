@@ -31,8 +31,8 @@ def enable_shedding(model: Any, policy: ShedPolicy) -> ShedLedger:
     runtime = model.hotset
     tables = SlotTables(runtime.store.residency, device=runtime.device)
     ledger = ShedLedger(len(runtime.layers), device=runtime.device)
-    for layer in runtime.layers:
-        layer.module.hotset_layer = SheddingDispatch(layer.module.hotset_layer, policy, tables, ledger)
+    for module in _modules(runtime):
+        module.hotset_layer = SheddingDispatch(module.hotset_layer, policy, tables, ledger)
     return ledger
 
 
@@ -41,9 +41,13 @@ def disable_shedding(model: Any) -> None:
     runtime = getattr(model, "hotset", None)
     if runtime is None:
         raise ModelError(f"{type(model).__name__} was not loaded by hotset.load: shedding needs its slots")
-    for layer in runtime.layers:
-        if isinstance(layer.module.hotset_layer, SheddingDispatch):
-            layer.module.hotset_layer = layer.module.hotset_layer.inner
+    for module in _modules(runtime):
+        if isinstance(module.hotset_layer, SheddingDispatch):
+            module.hotset_layer = module.hotset_layer.inner
+
+
+def _modules(runtime: Any) -> list[Any]:
+    return [module for layer in runtime.layers for module in layer.modules]
 
 
 class SheddingDispatch:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from hotset.core import DECODE, PREFILL, Counts, Machine, Plan, Trace
+from hotset.core import DECODE, PREFILL, Counts, Machine, Plan, Trace, as_expert_bytes
 from hotset.errors import PolicyError
 from hotset.machines.cost import CostModel
 from hotset.policies import Policy, Setting, make_policy, policy_entry
@@ -95,6 +95,8 @@ def replay(
     pooled: bool = False,
     machine: Machine | str | None = None,
     on_miss: Literal["compute", "fetch"] = "compute",
+    expert_bytes: ArrayLike | None = None,
+    non_expert_seconds: float | None = None,
     start: Start = "warm",
     skip_tokens: int = 0,
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
@@ -107,6 +109,8 @@ def replay(
     plan: residents at the start, and all there is for "static". Without one they are each layer's most frequent experts
     of `prior`, by default of the trace itself (which flatters: give a prior recorded before, or `initial="empty"`).
     pooled: all layers share the slots. machine: a Machine, file or preset, for seconds; on_miss as in the cost model.
+    expert_bytes: [L, E], [E] or one number, where the trace does not say sizes.
+    non_expert_seconds: per pass, measured; without it, from the trace's non_expert_bytes.
     start: "cold" puts residency and policy back to the start at every sequence, "warm" carries them on.
     skip_tokens: tokens left out of all figures, at the start of the replay (warm) or of each sequence (cold).
     prompt_start: prefill tokens only inform the policy, which rebalances once before the decode that follows ("ema").
@@ -125,6 +129,8 @@ def replay(
         pooled=pooled,
         machine=machine,
         on_miss=on_miss,
+        expert_bytes=expert_bytes,
+        non_expert_seconds=non_expert_seconds,
         start=start,
         skip_tokens=skip_tokens,
         prefill_chunk=prefill_chunk,
@@ -182,6 +188,38 @@ def replay_sweep(
     return chosen
 
 
+def without_repetitive(trace: Trace) -> tuple[Trace, int]:
+    """(the trace without the sequences its metadata lists as `repetitive_sequences`, how many those were).
+
+    A greedy decode that loops repeats the same experts for ever and makes every policy look better than it is.
+    """
+    marked = set(trace.metadata.get("repetitive_sequences") or ())
+    keep = [i for i in range(trace.num_sequences) if i not in marked]
+    if not marked or not keep:
+        return trace, 0
+    kept = trace.select_sequences(keep)
+    metadata = {k: v for k, v in kept.metadata.items() if k != "repetitive_sequences"}
+    return replace(kept, metadata=metadata), len(marked)
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Options per policy from texts like "ema.hysteresis=0.05". Raises PolicyError."""
+    options: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name, _, rest = text.partition(".")
+        key, equals, value = rest.partition("=")
+        policy_entry(name)
+        try:
+            number = float(value)
+        except ValueError:
+            equals = ""
+        if not equals or not key:
+            raise PolicyError(f"setting {text!r}: wanted POLICY.NAME=NUMBER, such as ema.hysteresis=0.05")
+        whole = value.strip().lstrip("-").isdigit()
+        options.setdefault(name, {})[key.strip().replace("-", "_")] = int(number) if whole else number
+    return options
+
+
 def _job(
     trace: Trace,
     policy: str,
@@ -194,6 +232,8 @@ def _job(
     pooled: bool = False,
     machine: Machine | str | None = None,
     on_miss: Literal["compute", "fetch"] = "compute",
+    expert_bytes: ArrayLike | None = None,
+    non_expert_seconds: float | None = None,
     start: Start = "warm",
     skip_tokens: int = 0,
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
@@ -203,6 +243,10 @@ def _job(
     from hotset.adaptation.tracker import top_per_layer
 
     policy_entry(policy)
+    if expert_bytes is not None:
+        if trace.expert_bytes is not None:
+            raise PolicyError("expert_bytes is given, but the trace says its own sizes")
+        trace = replace(trace, expert_bytes=as_expert_bytes(expert_bytes, trace.num_layers, trace.num_experts))
     shape = (trace.num_layers, trace.num_experts)
     if start not in ("warm", "cold") or initial not in ("plan", "empty"):
         raise PolicyError(f"start {start!r}, initial {initial!r}: wanted warm or cold, plan or empty")
@@ -241,7 +285,10 @@ def _job(
     cost = None
     if machine is not None:
         non_expert = trace.metadata.get("non_expert_bytes")
-        cost = CostModel(machine, on_miss, non_expert_bytes=None if non_expert is None else int(non_expert))
+        if non_expert is None or non_expert_seconds is not None:
+            cost = CostModel(machine, on_miss, non_expert_seconds=non_expert_seconds)
+        else:
+            cost = CostModel(machine, on_miss, non_expert_bytes=int(non_expert))
     return _Job(
         trace,
         policy,

@@ -143,17 +143,15 @@ class RoutingRecorder:
     """
 
     def __init__(self, model: Any) -> None:
-        layers = find_expert_layers(model)
+        # a model that hotset loaded has its experts elsewhere, and says which layers they are of
+        layers = model.hotset.layers if hasattr(model, "hotset") else find_expert_layers(model)
         if not model._can_set_experts_implementation():
             raise ModelError(f"{type(model).__name__} does not let its experts implementation be set")
         self.model = model
         self.num_experts = layers[0].num_experts
         self.layer_ids = np.array([layer.layer_id for layer in layers], np.int32)
-        sizes = [layer.bytes_per_expert for layer in layers]
-        # a model that hotset loaded keeps its experts elsewhere: no sizes to read off it
-        self.expert_bytes: NDArray[np.int64] | None = (
-            np.repeat(np.array(sizes, np.int64)[:, None], self.num_experts, axis=1) if min(sizes) else None
-        )
+        sizes = np.array([layer.bytes_per_expert for layer in layers], np.int64)
+        self.expert_bytes: NDArray[np.int64] = np.repeat(sizes[:, None], self.num_experts, axis=1)
         self._rows = {id(layer.module): row for row, layer in enumerate(layers)}
         self._modules = [layer.module for layer in layers]
         self._previous: list[str] = []
@@ -166,7 +164,7 @@ class RoutingRecorder:
         self._previous = [config._experts_implementation or "eager" for config in configs]
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _recording_forward)
         for module in self._modules:
-            module.hotset_recorder = self  # type: ignore[assignment]
+            module.hotset_recorder = self
         self.model.set_experts_implementation(IMPLEMENTATION)
         return self
 
@@ -205,7 +203,9 @@ class RoutingRecorder:
 def _recording_forward(
     module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, **rest: Any
 ) -> torch.Tensor:
-    recorder: RoutingRecorder = module.hotset_recorder  # type: ignore[assignment]
+    recorder: RoutingRecorder | None = module.__dict__.get("hotset_recorder")
+    if recorder is None:  # of a tower that is not recorded, such as the experts for images beside those for text
+        return interface_implementation("eager", module)(module, hidden_states, top_k_index, top_k_weights, **rest)
     recorder.routed(module, top_k_index, top_k_weights)
     return recorder.implementation_of(module)(module, hidden_states, top_k_index, top_k_weights, **rest)
 

@@ -15,15 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotset.planning.allocate import allocate
-from hotset.planning.bound import (
-    Options,
-    bound_by_loads,
-    bound_by_pairs,
-    expert_loads,
-    fractional_bound,
-    options_of,
-    tightened,
-)
+from hotset.planning.bound import PairBound, bound_by_loads, expert_loads, fractional_bound, tightened
 from hotset.planning.budget import Budget
 from hotset.planning.layers import Layer, build_layer, select_options
 from hotset.planning.problem import Placement, Problem, fill
@@ -31,8 +23,12 @@ from hotset.planning.threads import on_threads
 
 ENUMERATED_EXPERTS = 16
 """Layers of up to this many experts are solved by looking at every subset."""
-TARGET_GAP = 1e-4
-"""Below this the bound is not worth tightening further."""
+PAIRS_FROM_GAP = 1e-4
+"""With a gap above this, the pair bound is looked at."""
+SHARPEN_FROM_GAP = 5e-3
+"""With a gap above this, the pair bound is sharpened, as long as `_SHARPEN_WORK` lasts."""
+_SHARPEN_WORK = 10_000_000_000
+"""About nanoseconds, over all layers and budgets of one problem."""
 _LARGE_LAYER = 1_000_000
 """Picks in distinct sets from which on a layer gets fewer sweeps and no polish of every size."""
 _PAIR_WORK = 100_000_000
@@ -64,7 +60,23 @@ class _Work:
     most: int
     candidates: _Candidates
     load: NDArray[np.float64]
-    bound: Options
+    exact: bool
+    """Whether the candidates are all that matter: then they are the bound too."""
+    upper: NDArray[np.float64]
+    """[E + 1] proven upper bound with n resident experts."""
+    least: NDArray[np.int64]
+    """[E + 1] size that n experts take at least."""
+    pairs: PairBound | None = None
+
+    def bound_options(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
+        """(sizes, upper bounds, numbers of experts) for the knapsack."""
+        if self.exact:
+            return self.candidates.sizes, self.candidates.values, self.candidates.masks.sum(axis=1)
+        allowed = slice(self.fewest, self.most + 1)
+        sizes, values, numbers = select_options(
+            self.least[allowed], self.upper[allowed], np.arange(self.fewest, self.most + 1)
+        )
+        return sizes, values, numbers
 
 
 def place(problem: Problem) -> Placement:
@@ -87,10 +99,11 @@ class Prepared:
 
     def __init__(self, problem: Problem, enumerated_experts: int = ENUMERATED_EXPERTS) -> None:
         self._problem = problem
-        self._enumerated = problem.shape[1] <= enumerated_experts
-        self._work = on_threads(lambda row: _prepare(problem, row, self._enumerated), range(problem.shape[0]))
+        exact = problem.shape[1] <= enumerated_experts
+        self._work = on_threads(lambda row: _prepare(problem, row, exact), range(problem.shape[0]))
         pairs = sum(w.layer.sets.size * (w.layer.sets.shape[1] - 1) // 2 for w in self._work)
-        self._may_tighten = not self._enumerated and pairs <= _PAIR_WORK
+        self._may_use_pairs = not exact and problem.objective.resident_value > 0 and pairs <= _PAIR_WORK
+        self._sharpen_work = _SHARPEN_WORK
 
     def place(self, budget: Budget) -> Placement:
         """The placement within this budget, which differs from the problem's in capacity only."""
@@ -99,27 +112,64 @@ class Prepared:
         work = [replace(w, candidates=replace(w.candidates)) for w in self._work]
         placed = fill(problem, problem.counts, _without_unpicked(problem, _spend(problem, work)))
         score = sum(w.layer.score(row) for w, row in zip(work, placed, strict=True))
-        bound = _bound(problem, self._work)
-        if self._may_tighten and bound > score * (1 + TARGET_GAP):
-            on_threads(_tighten, self._work)
-            self._may_tighten = False
-            bound = min(bound, _bound(problem, self._work))
-        wanted = problem.objective
-        return Placement(placed, tightened(max(bound, score), wanted.hit_value, wanted.resident_value))
+        bound = max(score, self._bound(budget, score))
+        return Placement(placed, tightened(bound, problem.objective.hit_value, problem.objective.resident_value))
+
+    def _bound(self, budget: Budget, score: float) -> float:
+        """Least proven upper bound; costlier kinds only while the gap is wide."""
+        bound, numbers = self._knapsack_bound(budget)
+        bound = min(bound, fractional_bound(np.stack([w.load for w in self._work]), budget))
+        if not self._may_use_pairs or bound <= score * (1 + PAIRS_FROM_GAP):
+            return bound
+        if self._work[0].pairs is None:
+            on_threads(_use_pairs, self._work)
+            bound, numbers = min(bound, self._knapsack_bound(budget)[0]), self._knapsack_bound(budget)[1]
+        asked: set[tuple[int, int]] = set()
+        while bound > score * (1 + SHARPEN_FROM_GAP) and self._sharpen_work > 0:
+            # the bound is a placement of numbers of experts: sharpen each layer that is neither whole nor empty there
+            todo = [
+                (row, int(n))
+                for row, n in enumerate(numbers)
+                if 1 < n < self._problem.shape[1] and (row, int(n)) not in asked
+            ]
+            if not todo:
+                break
+            asked.update(todo)
+            self._sharpen_work -= sum(on_threads(self._sharpen, todo))
+            now, numbers = self._knapsack_bound(budget)
+            bound = min(bound, now)
+        return bound
+
+    def _knapsack_bound(self, budget: Budget) -> tuple[float, NDArray[np.int64]]:
+        """(bound, [L] numbers of experts that reach it)."""
+        options = [w.bound_options() for w in self._work]
+        answer = allocate([o[0] for o in options], [o[1] for o in options], budget.capacity, for_bound=True)
+        assert answer is not None, "the smallest experts of every layer fit, or the budget would have been refused"
+        bound, taken = answer
+        return bound * (1 + 1e-12), np.array([o[2][i] for o, i in zip(options, taken, strict=True)])
+
+    def _sharpen(self, item: tuple[int, int]) -> int:
+        """Tighten one layer around a number of experts; returns the work that took."""
+        row, n = item
+        work, rounds = self._work[row], 150
+        assert work.pairs is not None
+        work.upper = np.minimum(work.upper, work.pairs.sharpen(n, rounds=rounds))
+        return int(rounds * work.pairs.steps_per_round)
 
 
-def _prepare(problem: Problem, row: int, enumerated: bool) -> _Work:
+def _prepare(problem: Problem, row: int, exact: bool) -> _Work:
     layer = build_layer(problem, row)
     fewest, most = int(problem.budget.min_experts[row]), int(problem.budget.max_experts[row])
-    if enumerated:
+    large = layer.sets.size >= _LARGE_LAYER
+    load = expert_loads(layer, max_sweeps=10 if large else 64)
+    if exact:
         candidates = _every_subset(layer, fewest, most)
-        load = expert_loads(layer)
-        return _Work(layer, fewest, most, candidates, load, (candidates.sizes, candidates.values))
-    load = expert_loads(layer, max_sweeps=10 if layer.sets.size >= _LARGE_LAYER else 64)
-    candidates = _chains(problem, layer, row, load, fewest, most)
-    if layer.sets.size < _LARGE_LAYER:
-        _polish(layer, candidates, fewest, most)
-    return _Work(layer, fewest, most, candidates, load, options_of(layer, bound_by_loads(load), fewest, most))
+    else:
+        candidates = _chains(problem, layer, row, load, fewest, most)
+        if not large:
+            _polish(layer, candidates, fewest, most)
+    least = np.append(0, np.cumsum(np.sort(layer.size)))
+    return _Work(layer, fewest, most, candidates, load, exact, bound_by_loads(load), least)
 
 
 def _every_subset(layer: Layer, fewest: int, most: int) -> _Candidates:
@@ -262,12 +312,6 @@ def _without_unpicked(problem: Problem, mask: NDArray[np.bool_]) -> NDArray[np.b
     return np.where(short[:, None], mask, picked)
 
 
-def _bound(problem: Problem, work: list[_Work]) -> float:
-    answer = allocate([w.bound[0] for w in work], [w.bound[1] for w in work], problem.budget.capacity, for_bound=True)
-    assert answer is not None, "the smallest experts of every layer fit, or the budget would have been refused"
-    return min(answer[0] * (1 + 1e-12), fractional_bound(np.stack([w.load for w in work]), problem.budget))
-
-
-def _tighten(work: _Work) -> None:
-    both = np.minimum(bound_by_loads(work.load), bound_by_pairs(work.layer))
-    work.bound = options_of(work.layer, both, work.fewest, work.most)
+def _use_pairs(work: _Work) -> None:
+    work.pairs = PairBound(work.layer)
+    work.upper = np.minimum(work.upper, work.pairs.balanced())

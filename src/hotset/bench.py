@@ -1,0 +1,190 @@
+"""Predicted beside measured: decode time of a model at several budgets. What `hotset bench` shows.
+
+The prediction is replay of a recorded decode under the plan, priced by the cost model. Two things that no Machine can
+know are measured on the model first, apart from the decode that is predicted: the time of a pass without experts, and
+the time of one expert where it lives (`runtime.measure`). docs/cost-model.md says what follows from that.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotset.core import DECODE, Machine, Plan, Trace
+from hotset.errors import BudgetError
+from hotset.planning.api import plan as make_plan
+from hotset.simulation.replay import replay
+from hotset.units import format_share, parse_share
+
+DEFAULT_BUDGETS = ("25%", "50%", "100%")
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One budget. Seconds are per decoded token."""
+
+    budget: str
+    gpu_experts: int
+    hit_rate: float
+    """Predicted, of the decode."""
+    predicted: float
+    measured: float
+    error: float
+    """predicted / measured - 1."""
+    quartiles: tuple[float, float]
+    """Of the measured seconds."""
+    parts: dict[str, float]
+    """Of the prediction."""
+    hit_seconds: float | None
+    miss_seconds: float | None
+    predicted_by_machine: float | None
+    """The same from the Machine's own rates alone, nothing measured on the model; None without a Machine."""
+
+
+def bench(
+    model: str | Path,
+    *,
+    plans: Sequence[Plan | str | Path] = (),
+    budgets: Sequence[str | float] = (),
+    prompt: str = "The quick brown fox jumps over the lazy dog.",
+    new_tokens: int = 24,
+    rounds: int = 7,
+    machine: Machine | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    say: Callable[[str], None] = lambda _: None,
+) -> list[BenchRow]:
+    """Decode at each plan and each budget, predicted and measured, one loaded model at a time.
+
+    budgets: shares of the experts; their plans hold the experts that this very decode picks most. Without plans or
+    budgets: 25 %, 50 %, 100 %. machine: for its round trip, and for the prediction without measurements on the model.
+
+    Raises what `hotset.load` raises, and BudgetError.
+    """
+    import torch
+
+    from hotset.models.checkpoint import resolve_model_folder
+    from hotset.runtime.measure import measure_decode, record_decode
+    from hotset.runtime.runtime import load
+
+    if not plans and not budgets:
+        budgets = DEFAULT_BUDGETS
+    folder = resolve_model_folder(model)
+    cases: list[tuple[str, Plan | None]] = []
+    for item in plans:
+        given = item if isinstance(item, Plan) else Plan.open(item)
+        cases.append((str(given.budget.get("asked", "the plan")), given))
+    trace: Trace | None = None
+    rows = []
+    for share in [parse_share(b) for b in budgets]:
+        if share == 0.0:
+            raise BudgetError("budget 0 % has nothing in the arena: give a share above 0")
+        cases.append((format_share(share), None))
+    for label, chosen in cases:
+        if chosen is None and trace is None:
+            say("recording the decode")
+            loaded = load(folder, device=device, dtype=dtype)
+            trace, _ = record_decode(loaded, _encode(folder, loaded, prompt), new_tokens)
+            del loaded
+            gc.collect()
+        if chosen is None:
+            assert trace is not None
+            chosen = make_plan(trace, fraction=float(parse_share(label.replace(" ", ""))))
+        say(f"measuring at {label}")
+        loaded = load(folder, plan=chosen, device=device, dtype=dtype)
+        inputs = _encode(folder, loaded, prompt)
+        with torch.inference_mode():
+            here, tokens = record_decode(loaded, inputs, new_tokens)
+        times = measure_decode(loaded, inputs, tokens, here, rounds=rounds)
+        cuda = loaded.hotset.device.type == "cuda"
+        del loaded
+        gc.collect()
+        mask = chosen.gpu_experts_mask
+        own = _priced_by_model(here, mask, times.hit_seconds, times.miss_seconds, machine, cuda)
+        decode = _decode_only(here)
+        told = replay(decode, "static", plan=mask, machine=own, non_expert_seconds=times.non_expert_seconds)
+        parts = told.seconds["decode"]
+        alone = None if machine is None else replay(decode, "static", plan=mask, machine=machine)
+        rows.append(
+            BenchRow(
+                budget=label,
+                gpu_experts=int(mask.sum()),
+                hit_rate=told.hit_rate,
+                predicted=parts["total"],
+                measured=times.seconds_per_token,
+                error=parts["total"] / times.seconds_per_token - 1.0,
+                quartiles=times.quartiles,
+                parts=parts,
+                hit_seconds=times.hit_seconds,
+                miss_seconds=times.miss_seconds,
+                predicted_by_machine=None if alone is None else alone.seconds["decode"]["total"],
+            )
+        )
+    return rows
+
+
+def _priced_by_model(
+    trace: Trace,
+    mask: Any,
+    hit_seconds: float | None,
+    miss_seconds: float | None,
+    machine: Machine | None,
+    cuda: bool,
+) -> Machine:
+    """A Machine whose rates give the measured time of one expert; launches are part of that time."""
+    assert trace.expert_bytes is not None
+    size = float(trace.expert_bytes.mean())
+    if machine is None or (machine.device == "cuda") != cuda:
+        machine = Machine.open("rtx-4090")
+    round_trip = machine.round_trip_seconds if cuda else 0.0
+    known = [s for s in (hit_seconds, miss_seconds) if s]
+    hit, miss = hit_seconds or known[0], miss_seconds or known[0]
+    if not cuda:
+        # one memory, one rate: of the two measurements, as often as each kind of pick occurs
+        decode = trace.expert_ids[:, trace.phase == DECODE]
+        picked = np.take_along_axis(mask, np.maximum(decode, 0).reshape(len(mask), -1).astype(np.int64), axis=1)
+        share = float(picked.mean())
+        hit = miss = share * hit + (1.0 - share) * miss
+    else:
+        miss = max(miss - round_trip / max(1.0, float(trace.top_k)), miss * 0.1)
+    return replace(
+        machine,
+        name="as measured on the model",
+        source="hotset bench",
+        device="cuda" if cuda else "cpu",
+        host_read_bytes_per_second=size / miss,
+        gpu_read_bytes_per_second=size / hit if cuda else None,
+        round_trip_seconds=round_trip,
+        launch_seconds=0.0,
+    )
+
+
+def _decode_only(trace: Trace) -> Trace:
+    """The decode tokens of a recording."""
+    these = trace.phase == DECODE
+    return Trace.from_arrays(
+        np.ascontiguousarray(trace.expert_ids[:, these]),
+        num_experts=trace.num_experts,
+        phase=trace.phase[these],
+        layer_ids=trace.layer_ids,
+        expert_bytes=trace.expert_bytes,
+        metadata=trace.metadata,
+    )
+
+
+def _encode(folder: Path, loaded: Any, prompt: str) -> Any:
+    """[1, n] prompt ids; a model without a tokenizer gets the prompt's bytes, folded into its vocabulary."""
+    import torch
+
+    if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        from hotset.runtime.generation import load_tokenizer
+
+        ids = load_tokenizer(folder)(prompt)["input_ids"]
+    else:
+        ids = [byte % loaded.config.vocab_size for byte in prompt.encode()]
+    return torch.tensor([ids], device=loaded.device)
