@@ -60,7 +60,9 @@ def main() -> None:
     cost = statistics.median(ratios) - 1
     quartiles = statistics.quantiles(ratios, n=4)
     per_token = statistics.median(plain) / options.tokens
-    print(f"{per_token * 1e3:.1f} ms of processor time per token; recording costs {cost:+.2%} ({quartiles[0] - 1:+.2%} to")
+    print(
+        f"{per_token * 1e3:.1f} ms of processor time per token; recording costs {cost:+.2%} ({quartiles[0] - 1:+.2%} to"
+    )
     print(f"{quartiles[2] - 1:+.2%} between the quartiles)")
     print_json_line(
         recording_cost=round(cost, 4),
