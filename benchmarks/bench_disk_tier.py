@@ -5,9 +5,10 @@ their decoded tokens must be the same. hotset's private memory is limited by the
 thread stacks, far below the model's size; the peak is the kernel's account of resident memory (VmHWM), libraries and
 all. Accelerate keeps as many layers in memory as the budget allows and gets the rest from disk.
 
-A limit on a process does not limit the kernel's page cache, which on a large machine holds the whole checkpoint. So
-there are two measurements: with the files' pages dropped after every token (posix_fadvise; the clock stands still
-meanwhile), which is how a machine without the memory behaves and what the first JSON keys say, and with the page cache
+A limit on a process does not limit the kernel's page cache, which on a large machine holds the whole checkpoint, and
+Accelerate on a CPU maps its files: there it runs from memory, whatever it was told to keep on disk. So there are two
+measurements: with the files' pages dropped after every token (posix_fadvise; the clock stands still meanwhile), which
+stands for a machine that has no memory beyond the budget and is what the first JSON keys say, and with the page cache
 left alone. The rates of plain parallel reads of whole experts are printed as the ceiling. llama.cpp is null where
 llama-cpp-python is not installed.
 """
@@ -55,8 +56,8 @@ if job["how"] == "hotset":
     model = hotset.load(job["folder"], device="cpu", host_memory_bytes=job["budget"],
                         host_cache_policy=job["policy"])
 else:
-    room = job["budget"] - base - hotset.runtime.runtime.RESERVE_BYTES - job["outer_bytes"] - job["layer_bytes"]
-    kept = max(0, room // job["layer_bytes"])  # the rest: one layer at a time goes through memory
+    room = job["budget"] - base - hotset.runtime.runtime.RESERVE_BYTES - job["outer_bytes"]
+    kept = max(0, room // job["layer_bytes"])  # the rest is mapped from files when its turn comes
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     places |= {f"model.layers.{n}": "cpu" if n < kept else "disk" for n in range(job["layers"])}
     model = AutoModelForCausalLM.from_pretrained(
