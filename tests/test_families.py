@@ -28,6 +28,7 @@ from tests.tiny_families import (  # noqa: E402
     measure,
     residency_mask,
 )
+from tests.tiny_models import add_tokenizer  # noqa: E402
 
 ALL = {family.model_type: family for family in find_families()}
 QUICK = [
@@ -140,6 +141,29 @@ def test_recording_a_loaded_model_follows_the_tower_that_hotset_has(tmp_path: Pa
         # gate, up and down of 24 x 32 numbers of 4 bytes
         assert (recorder.expert_bytes == 3 * 24 * 32 * 4).all()
     assert (recorded[True] == recorded[False]).all()
+
+
+def test_a_multimodal_model_is_recorded_by_its_text(tmp_path: Path) -> None:
+    from hotset.traces.recorder import record
+
+    add_tokenizer(make_checkpoint(ALL["qwen3_vl_moe"], tmp_path / "model"))
+    trace = record(tmp_path / "model", ["w3 w4 w5 w6 w7"], tmp_path / "trace")
+    assert (trace.num_tokens, trace.num_layers, trace.num_experts) == (5, 4, 8)
+
+
+def test_what_does_not_fit_the_model_is_named(tmp_path: Path) -> None:
+    make_checkpoint(ALL["mixtral"], tmp_path / "narrow")
+    rewrite(tmp_path / "narrow", lambda name, x: {name: x[:-1] if "layers.1.self_attn.q_proj" in name else x})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj\.weight is stored as \(\d+, 32\), the"):
+        hotset.load(tmp_path / "narrow")
+    # 8 experts for text, then 8 for images, split in the middle: of 15 come 8 and 7, of 14 the 8th text expert is put
+    # to the others (whose shapes differ), of 8 come 4 and 4
+    for lost, what in ((1, r"vision_moe.* \(7, "), (2, "cannot convert.*text_moe"), (8, r"text_moe.* \(4, .*complete")):
+        folder = make_checkpoint(ALL["ernie4_5_vl_moe"], tmp_path / f"lost{lost}")
+        gone = [f"layers.2.mlp.experts.{expert}." for expert in range(16 - lost, 16)]
+        rewrite(folder, lambda name, x, gone=gone: {} if any(part in name for part in gone) else {name: x})
+        with pytest.raises(CheckpointError, match=what):
+            hotset.load(folder)
 
 
 class Experts(torch.nn.Module):
