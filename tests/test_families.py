@@ -235,7 +235,7 @@ def test_converting_one_expert_gives_its_slice_of_the_converted_layer(kind: str)
     whole_sources = {p: list(t.unbind(0)) if one_by_one else [t] for p, t in stored.items()}
     shapes = _Shapes({name: torch.Size((E, F, H))})
     whole = _convert(converter, whole_sources, name, shapes, None)[name]
-    recipe = _Recipe(converter)
+    recipe = _Recipe(converter, {pattern: ["stored"] for pattern in stored})
     for expert in range(E):
         pieces = {pattern: tensor[expert] for pattern, tensor in stored.items()}
         parts, dim = recipe.parts(pieces, name, whole.shape[1:], None)
