@@ -151,6 +151,17 @@ def test_a_multimodal_model_is_recorded_by_its_text(tmp_path: Path) -> None:
     assert (trace.num_tokens, trace.num_layers, trace.num_experts) == (5, 4, 8)
 
 
+def test_every_tower_of_a_model_has_the_dtype_asked_for(tmp_path: Path) -> None:
+    make_checkpoint(ALL["muse_spark"], tmp_path)  # its config says float32, for each tower too
+    model = hotset.load(tmp_path, plan=residency_mask(4, 8, 0.5), dtype="bfloat16")
+    reference = eager_model(ALL["muse_spark"], tmp_path, torch.bfloat16)
+    wanted = {name: parameter.dtype for name, parameter in reference.named_parameters()}
+    assert all(parameter.dtype == wanted[name] for name, parameter in model.named_parameters())
+    assert wanted["model.vision_tower.ln_pre.weight"] == torch.bfloat16
+    for mine, theirs in zip(logits_of(model), logits_of(reference), strict=True):
+        assert difference(mine, theirs) == 0.0
+
+
 def test_what_does_not_fit_the_model_is_named(tmp_path: Path) -> None:
     make_checkpoint(ALL["mixtral"], tmp_path / "narrow")
     rewrite(tmp_path / "narrow", lambda name, x: {name: x[:-1] if "layers.1.self_attn.q_proj" in name else x})

@@ -61,6 +61,9 @@ def load_skeleton(folder: Path, *, dtype: torch.dtype | str, device: torch.devic
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError(f"{folder}: the checkpoint is quantised, which hotset.load does not read yet")
     wanted_dtype = _resolve_dtype(dtype, config, checkpoint)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = wanted_dtype  # a tower is built in the dtype of its own config
     model_class = model_class_of(config)
     with contextlib.ExitStack() as stack:
         for context in model_class.get_init_context(wanted_dtype, False, False, False):
