@@ -239,7 +239,8 @@ def markdown(points: list[dict[str, Any]]) -> str:
     for share in sorted({p["share"] for p in points}):
         mine = {p["keep_mass"]: p for p in points if p["share"] == share}
         exact = mine.pop("exact")
-        missed = mine["all"]["shed_rows"]
+        strictest = mine[bounds[0]]
+        missed = strictest["rows_over_limit"] + strictest["shed_rows"]
         cells = [f"{share:.0%}", f"{exact['perplexity']:.3f} ({missed:.1%})"]
         for name, point in mine.items():
             served = 0.0 if name == "all" else point["rows_over_limit"]
