@@ -10,14 +10,13 @@ twice. Ends with one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
+from common import print_header, print_json_line
 
 from hotset import EmaHotnessTracker
 
@@ -101,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
-    print(f"{platform.machine()} {platform.processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print_header("EmaHotnessTracker", torch=torch.__version__, threads=torch.get_num_threads(), top_k=TOP_K)
     single = observe_seconds(15 if quick else 60, 500 if quick else 2000)
     ratio = single[512] / single[64]
     print(
@@ -119,7 +118,7 @@ def main() -> None:
         )
         result[f"{name}observe_batch_seconds"] = times
         result[f"{name}observe_batch_speedup"] = speedup
-    print(json.dumps(result))
+    print_json_line(**result)
 
 
 if __name__ == "__main__":
