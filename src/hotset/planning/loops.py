@@ -364,7 +364,8 @@ def priced_pairs(sets, weight, base, value, n, rounds, step, prices, average):  
     average[:] = 0.0
     total = 0.0
     for turn in range(1, rounds + 1):
-        pull = np.exp((prices.min() - prices) * (step / np.sqrt(turn)))
+        # floored: a set whose pairs are all out of sight then spreads evenly, and nothing overflows
+        pull = np.exp(np.maximum((prices.min() - prices) * (step / np.sqrt(turn)), -200.0))
         load[:] = 0.0
         for s in range(num_sets):
             norm = 0.0
@@ -376,10 +377,6 @@ def priced_pairs(sets, weight, base, value, n, rounds, step, prices, average):  
                         break
                     if i != j:
                         norm += pull[sets[s, i], sets[s, j]]
-            if norm <= 0.0:
-                # every pair priced out of sight: charge the first one
-                load[sets[s, 0], sets[s, 1]] += value * weight[s]
-                continue
             share = value * weight[s] / norm
             for i in range(top_k):
                 if sets[s, i] < 0:
