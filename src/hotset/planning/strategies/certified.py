@@ -33,7 +33,9 @@ _SHARPEN_TIMES = 2
 _SHARPEN_WORK = 3_000_000_000
 """About nanoseconds, over all layers and budgets of one problem."""
 _LARGE_LAYER = 1_000_000
-"""Picks in distinct sets from which on a layer gets fewer sweeps and no polish of every size."""
+"""Picks in distinct sets from which on a layer gets fewer sweeps and swaps."""
+_POLISH_WORK = 30_000_000
+"""Candidates times picks in distinct sets up to which every candidate of a layer is polished, not only those taken."""
 _PAIR_WORK = 100_000_000
 """Pairs in distinct sets over all layers up to which the pair bound is computed."""
 
@@ -169,7 +171,7 @@ def _prepare(problem: Problem, row: int, exact: bool) -> _Work:
         candidates = _every_subset(layer, fewest, most)
     else:
         candidates = _chains(problem, layer, row, load, fewest, most)
-        if not large:
+        if len(candidates.sizes) * layer.sets.size <= _POLISH_WORK:
             _polish(layer, candidates, fewest, most)
     least = np.append(0, np.cumsum(np.sort(layer.size)))
     return _Work(layer, fewest, most, candidates, load, exact, bound_by_loads(load), least)
