@@ -439,28 +439,28 @@ def subset_values(sets, weight, base, value):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def best_cover(sets, weight, resident, cost, left, room):  # type: ignore[no-untyped-def]
-    """(set, missing cost) with most tokens per cost of its missing experts; set -1 where none fits.
+def best_cover(weight, missing, lacking, left, room):  # type: ignore[no-untyped-def]
+    """The set with most tokens per size of its missing experts, -1 where none fits.
 
-    resident, cost: [E]. What is missing must cost at most `left` and be at most `room` experts. Fully resident sets are
-    passed over. Ties: more tokens, then the earlier set.
+    missing [D]: size of the experts that a set still lacks, at most `left`; lacking [D]: how many, at most `room`. Sets
+    that lack none are passed over. Ties: more tokens, then the earlier set.
     """
-    chosen, chosen_cost, ratio, tokens = -1, 0, -1.0, -1.0
-    for i in range(len(sets)):
-        missing = lacking = 0
-        for k in range(sets.shape[1]):
-            expert = sets[i, k]
-            if expert < 0:
-                break
-            if not resident[expert]:
-                missing += cost[expert]
-                lacking += 1
-        if lacking == 0 or missing > left or lacking > room:
+    chosen, ratio, tokens = -1, -1.0, -1.0
+    for i in range(len(weight)):
+        if lacking[i] == 0 or missing[i] > left or lacking[i] > room:
             continue
-        here = weight[i] / missing
+        here = weight[i] / missing[i]
         if here > ratio or (here == ratio and weight[i] > tokens):
-            chosen, chosen_cost, ratio, tokens = i, missing, here, weight[i]
-    return chosen, chosen_cost
+            chosen, ratio, tokens = i, here, weight[i]
+    return chosen
+
+
+@njit(cache=True, nogil=True)
+def cover(start, member, expert, size, missing, lacking):  # type: ignore[no-untyped-def]
+    """Expert `expert` is resident now: the sets that hold it lack it no more."""
+    for p in range(start[expert], start[expert + 1]):
+        missing[member[p]] -= size
+        lacking[member[p]] -= 1
 
 
 @njit(cache=True, nogil=True)
