@@ -77,18 +77,7 @@ def _arm() -> int:
         return 0
     for flags in ARM_FLAGS:
         print(f"== cross-compiles for Arm: {flags}", flush=True)
-        command = [
-            ARM,
-            "-O2",
-            flags,
-            "-std=c++20",
-            "-ffp-contract=fast",
-            "-fno-math-errno",
-            "-fPIC",
-            "-shared",
-            "-pthread",
-            "-w",
-        ]
+        command = [ARM, *(flag for flag in build.FLAGS if flag != "-march=native"), flags]
         source = ROOT / "src" / "hotset" / "kernels" / "csrc" / "moe.cpp"
         with tempfile.TemporaryDirectory() as folder:
             done = subprocess.run([*command, str(source), "-o", str(Path(folder) / "arm.so")], check=False)
