@@ -1,10 +1,11 @@
 // Routed experts of one layer on the host: [T, H] tokens and their picks in, [T, H] (or each pick's own row) out.
 //
-// Packed layout of a matrix [N, K]: rows in panels of 64 = 4 blocks of 16; a block is a run of 64-byte words, word i holding
-// bytes 4i..4i+3 of its 16 rows. Four streams hold a matrix: stream r is block r of panel 0, of panel 1, and so on, so that a
-// thread that computes panels one after the other reads four long streams, which is what memory likes. Every word is used for
-// all tokens of the expert at hand, and nothing is ever summed across lanes: lane r is row r. Panels of a gated first matrix
-// hold 32 gate rows and the 32 up rows that meet them, so a panel ends with 32 finished activations.
+// Packed layout of a matrix [N, K]: rows in panels of 64 = 4 blocks of 16; a block is a run of 64-byte words, word i
+// holding bytes 4i..4i+3 of its 16 rows. Four streams hold a matrix: stream r is block r of panel 0, of panel 1, and so
+// on, so that a thread that computes panels one after the other reads four long streams, which is what memory likes.
+// Every word is used for all tokens of the expert at hand, and nothing is ever summed across lanes: lane r is row r.
+// Panels of a gated first matrix hold 32 gate rows and the 32 up rows that meet them, so a panel ends with 32 finished
+// activations.
 //
 // What a token's result is does not depend on threads, on other tokens, or on which experts are present: each output
 // row of each pick is one chain of operations in one order, and picks are combined in the order of the router.
@@ -13,9 +14,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
-#include <new>
 
 #include "pool.h"
 #include "simd.h"
@@ -24,7 +23,8 @@ namespace {
 
 constexpr int kLanes = 16, kBlocks = 4, kPanel = kLanes * kBlocks;
 constexpr int kStep = 32;      // k's per step: the group of quantised activations; K is padded to it
-constexpr int kChunkK = 2048;  // k's of a panel used for all token tiles before going on: 128 KiB of bfloat16, for the L2 cache
+// k's of a panel used for all token tiles before going on: 256 KiB of bfloat16, for the L2 cache
+constexpr int kChunkK = 2048;
 constexpr int kPrefetch = 256;  // bytes ahead in each stream: the best of 192 to 4096 on Zen 4 (2048 costs a fifth)
 
 enum Format : int32_t { kF32, kF16, kBF16, kI8, kI4, kMXFP4, kF8, kFormats };
@@ -89,7 +89,8 @@ struct F16 {
         f32x16 even, odd;
     };
     INLINE Wide widen(u32x16 w) {
-        return {from_f16(__builtin_convertvector(w & 0xffff, u16x16)), from_f16(__builtin_convertvector(w >> 16, u16x16))};
+        return {from_f16(__builtin_convertvector(w & 0xffff, u16x16)),
+                from_f16(__builtin_convertvector(w >> 16, u16x16))};
     }
     INLINE f32x16 dot(f32x16 sum, const Wide& w, const uint8_t* a) {
         return fma(w.odd, splat(load<float>(a + 4)), fma(w.even, splat(load<float>(a)), sum));
@@ -310,7 +311,8 @@ struct Tile {
 };
 
 template <class F>
-void tile_times(const Tile& tile, const Matrix& m, int64_t panel, int64_t first, int64_t last, const uint8_t* a, float* out) {
+void tile_times(const Tile& tile, const Matrix& m, int64_t panel, int64_t first, int64_t last, const uint8_t* a,
+                float* out) {
     switch (tile.size) {
         case 1: return panel_times<F, 1>(m, panel, first, last, a, out);
         case 2: return panel_times<F, 2>(m, panel, first, last, a, out);
@@ -326,7 +328,8 @@ void tile_times(const Tile& tile, const Matrix& m, int64_t panel, int64_t first,
 // out[i][64] = panel times row i, plus bias, for all rows of `count` tiles; inner: base of the tiles' activations, or
 // null for tokens.
 template <class F>
-void panel_times_tiles(const Matrix& m, int64_t panel, const Tile* tiles, int64_t count, const uint8_t* inner, float* out) {
+void panel_times_tiles(const Matrix& m, int64_t panel, const Tile* tiles, int64_t count, const uint8_t* inner,
+                       float* out) {
     const int64_t begin = tiles[0].begin, rows = tiles[count - 1].begin + tiles[count - 1].size - begin;
     std::memset(out, 0, rows * kPanel * sizeof(float));
     const int64_t steps = m.kp / kStep, chunk = count > 1 ? kChunkK / kStep : steps;
@@ -483,7 +486,8 @@ void finish_inner(const Job& j, int64_t panel, const Tile* tiles, int64_t num_ti
                 } else {
                     x = activate(x, l.activation, l.alpha);
                 }
-                const int64_t row = panel * made + b;  // rows past F meet weights of zero, but inf * 0 would not be zero
+                const int64_t row = panel * made + b;
+                // rows past F meet weights of zero, but infinity times zero would not be zero
                 if (row + kLanes > l.intermediate)
                     for (int q = 0; q < kLanes; q++)
                         if (row + q >= l.intermediate) x[q] = 0.0f;
@@ -492,7 +496,8 @@ void finish_inner(const Job& j, int64_t panel, const Tile* tiles, int64_t num_ti
             uint8_t* inner = j.inner_tiles + tile->begin * (j.fp / kStep) * kTokenBytes<F>;
             for (int b = 0; b < made; b += kStep) {
                 const int64_t step = (panel * made + b) / kStep;
-                if (step < j.fp / kStep) prepare_step<F>(inner + step * tile->size * kTokenBytes<F>, tile->size, t, s + b);
+                if (step < j.fp / kStep)
+                    prepare_step<F>(inner + step * tile->size * kTokenBytes<F>, tile->size, t, s + b);
             }
         }
 }
@@ -513,16 +518,19 @@ void combine(const Job& j, int64_t panel, const float* sums) {
             }
             if (!c.out || !s) continue;
             f32x16 weight = splat(load_number(c.weights + global * size_of(c.weights_number), c.weights_number));
-            for (int b = 0; b < kPanel; b += kLanes) store(total + b, fma(weight, load<f32x16>(s + b), load<f32x16>(total + b)));
+            for (int b = 0; b < kPanel; b += kLanes)
+                store(total + b, fma(weight, load<f32x16>(s + b), load<f32x16>(total + b)));
         }
         if (!c.out) continue;
         const int bytes = size_of(c.out_number);
         uint8_t* to = c.out + ((j.first_token + t) * H + panel * kPanel) * bytes;
         if (width == kPanel) {
-            for (int b = 0; b < kPanel; b += kLanes) store_numbers(to + b * bytes, c.out_number, load<f32x16>(total + b));
+            for (int b = 0; b < kPanel; b += kLanes)
+                store_numbers(to + b * bytes, c.out_number, load<f32x16>(total + b));
         } else {
             uint8_t full[kPanel * 4];
-            for (int b = 0; b < kPanel; b += kLanes) store_numbers(full + b * bytes, c.out_number, load<f32x16>(total + b));
+            for (int b = 0; b < kPanel; b += kLanes)
+                store_numbers(full + b * bytes, c.out_number, load<f32x16>(total + b));
             std::memcpy(to, full, width * bytes);
         }
     }
@@ -535,16 +543,17 @@ void run_task(void* opaque, int phase, int64_t task, int slot) {
     const HotsetCall& c = *j.call;
     const int64_t K = c.top_k, H = l.hidden;
     if (phase == 0) {  // one token into the form that the kernel wants
-        const uint8_t* token = c.tokens + (j.first_token + task) * H * size_of(c.tokens_number);
+        const int64_t number_bytes = size_of(c.tokens_number);
+        const uint8_t* token = c.tokens + (j.first_token + task) * H * number_bytes;
         uint8_t* row = j.token_rows + task * j.token_row_bytes;
         for (int64_t step = 0; step < j.hp / kStep; step++) {
             alignas(64) float x[kStep];
             for (int i = 0; i < kStep; i += 16) {
                 int64_t k = step * kStep + i;
-                if (k + 16 <= H) store(x + i, load_numbers(token + k * size_of(c.tokens_number), c.tokens_number));
+                if (k + 16 <= H) store(x + i, load_numbers(token + k * number_bytes, c.tokens_number));
                 else
                     for (int q = 0; q < 16; q++)
-                        x[i + q] = k + q < H ? load_number(token + (k + q) * size_of(c.tokens_number), c.tokens_number) : 0.0f;
+                        x[i + q] = k + q < H ? load_number(token + (k + q) * number_bytes, c.tokens_number) : 0.0f;
             }
             prepare_step<F>(row + step * kTokenBytes<F>, 1, 0, x);
         }
@@ -558,7 +567,9 @@ void run_task(void* opaque, int phase, int64_t task, int slot) {
             const uint8_t* from = j.token_rows + j.order[tile.begin + t] / K * j.token_row_bytes;
             for (int64_t step = 0; step < j.hp / kStep; step++) {
                 std::memcpy(to + step * block + t * values, from + step * kTokenBytes<F>, values);
-                if (F::kInteger) *step_scale<F>(to + step * block, tile.size, t) = *step_scale<F>(from + step * kTokenBytes<F>, 1, 0);
+                if constexpr (F::kInteger)
+                    *step_scale<F>(to + step * block, tile.size, t) =
+                        *step_scale<F>(from + step * kTokenBytes<F>, 1, 0);
             }
         }
         return;
@@ -725,8 +736,9 @@ static int64_t place_of(int64_t block, int64_t panels) { return block % kBlocks 
 // of K elements; row_stride, k_stride in bytes; element: bytes that k_stride steps over (1 where several k's share a
 // byte). flip is xored into every word; what the source does not have becomes zero (before the flip nothing: such k's
 // meet activations of zero).
-void hotset_pack(uint8_t* packed, const uint8_t* source, const int32_t* source_row, int64_t panels, int64_t packed_words, int64_t row_bytes,
-                 int64_t row_stride, int64_t k_stride, int64_t element, uint32_t flip) {
+void hotset_pack(uint8_t* packed, const uint8_t* source, const int32_t* source_row, int64_t panels,
+                 int64_t packed_words, int64_t row_bytes, int64_t row_stride, int64_t k_stride,
+                 int64_t element, uint32_t flip) {
     const bool dense = k_stride == element;
     for (int64_t block = 0; block < panels * kBlocks; block++) {
         uint8_t* to = packed + place_of(block, panels) * packed_words * 64;
@@ -750,8 +762,8 @@ void hotset_pack(uint8_t* packed, const uint8_t* source, const int32_t* source_r
 }
 
 // The inverse: rows of [row_bytes] contiguous bytes.
-void hotset_unpack(uint8_t* rows_out, const uint8_t* packed, const int32_t* source_row, int64_t panels, int64_t packed_words, int64_t row_bytes,
-                   uint32_t flip) {
+void hotset_unpack(uint8_t* rows_out, const uint8_t* packed, const int32_t* source_row, int64_t panels,
+                   int64_t packed_words, int64_t row_bytes, uint32_t flip) {
     for (int64_t block = 0; block < panels * kBlocks; block++) {
         const uint8_t* from = packed + place_of(block, panels) * packed_words * 64;
         const int32_t* rows = source_row + block * kLanes;
@@ -815,7 +827,8 @@ void read_task(void* opaque, int, int64_t task, int slot) {
 extern "C" {
 
 // Reads `bytes` once with 1, 4, 8 or 16 interleaved streams per thread. The result depends on every byte.
-uint64_t hotset_read(const uint8_t* data, int64_t bytes, int32_t streams, int64_t piece, int32_t ahead, int32_t threads) {
+uint64_t hotset_read(const uint8_t* data, int64_t bytes, int32_t streams, int64_t piece, int32_t ahead,
+                     int32_t threads) {
     static Stream s;
     Pool& pool = Pool::instance();
     std::lock_guard<std::mutex> hold(pool.gate());
