@@ -19,6 +19,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from hotset.kernels import build  # noqa: E402
+
+sys.path.insert(0, str(ROOT / "src"))
+
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -O1"
 BUILDS = {
     "this CPU": SANITIZE,
