@@ -96,17 +96,19 @@ def main() -> None:
         library_found_ms=round(found, 1),
     )
     stream = ReadStream(128 << 20 if args.quick else 512 << 20)
+    one_stream = ReadStream(stream.size_bytes // 2, threads=1)
     ways = "{} streams a thread, pieces of {} bytes, prefetch {} ahead".format(*stream.variant)
     print(f"ceiling: {ways}")
     result: dict[str, Any] = {
         "decode_share": {},
+        "decode_share_one_core": {},
         "decode_speedup": {},
         "prefill_speedup": {},
         "decode_ms": {},
         "prefill_ms": {},
     }
     for name in formats:
-        bench_format(name, args, peers, stream, result)
+        bench_format(name, args, peers, stream, one_stream, result)
     result["read_gigabytes_per_second"] = round(statistics.median(READS) / 1e9, 1)
     print_json_line(**result)
 
@@ -114,7 +116,14 @@ def main() -> None:
 READS: list[float] = []
 
 
-def bench_format(name: str, args: argparse.Namespace, peers: list[Peer], stream: Any, result: dict[str, Any]) -> None:
+def bench_format(
+    name: str,
+    args: argparse.Namespace,
+    peers: list[Peer],
+    stream: ReadStream,
+    one_stream: ReadStream,
+    result: dict[str, Any],
+) -> None:
     rng = np.random.default_rng(0)
     spec = LayerSpec(
         name, args.experts, args.hidden, args.intermediate, scale_number="fp16" if name.startswith("int4") else ""
@@ -163,6 +172,9 @@ def bench_format(name: str, args: argparse.Namespace, peers: list[Peer], stream:
             f"{best * 100:.0f} %{target})",
             flush=True,
         )
+        one = one_core_share(layer, step, one_stream, args.rounds, tokens[count], inputs[count].weights)
+        print(f"  one core, CPU time (what else runs takes no part): {one * 100:.0f} %", flush=True)
+        result["decode_share_one_core"].setdefault(name, {})[str(count)] = round(one, 3)
         if count == 1:
             result["decode_share"][name] = round(share, 3)
         result["decode_ms"].setdefault(name, {})[str(count)] = round(statistics.median(mine) * 1e3, 3)
@@ -207,6 +219,19 @@ def bench_format(name: str, args: argparse.Namespace, peers: list[Peer], stream:
             result["decode_speedup"].setdefault(peer.name, {})[name] = round(min(min(ratios[c]) for c in counts), 2)
             if args.prefill and ratios[args.prefill]:
                 result["prefill_speedup"].setdefault(peer.name, {})[name] = round(min(ratios[args.prefill]), 2)
+
+
+def one_core_share(layer: Any, step: DecodeStep, stream: ReadStream, rounds: int, tokens: Any, weights: Any) -> float:
+    """Decode over reading on one thread, by the thread's own CPU time: medians, interleaved."""
+    mine, reads = [], []
+    for _ in range(rounds):
+        start = time.thread_time()
+        read = stream.read(step.stored_bytes)
+        middle = time.thread_time()
+        layer.moe(tokens, step.next_ids(), weights, threads=1)
+        reads.append((middle - start) / read)
+        mine.append((time.thread_time() - middle) / step.stored_bytes)
+    return statistics.median(reads) / statistics.median(mine)
 
 
 def made_inputs(count: int, hidden: int, top_k: int) -> Inputs:

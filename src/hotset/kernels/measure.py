@@ -96,20 +96,32 @@ class ReadStream:
         rates = {v: statistics.median(self._rate(part, v) for _ in range(5)) for v in STREAMS}
         self.variant = max(rates, key=lambda v: rates[v])
 
+    @property
+    def size_bytes(self) -> int:
+        return self._data.nbytes
+
     def rate(self, size_bytes: int) -> float:
         """Bytes per second of one read of about `size_bytes` (at most the buffer), from where the last one ended."""
         return self._rate(size_bytes, self.variant)
 
+    def read(self, size_bytes: int) -> int:
+        """The same read, for callers with a clock of their own: the bytes that were read."""
+        return self._read(size_bytes, self.variant)
+
     def _rate(self, size_bytes: int, variant: tuple[int, int, int]) -> float:
+        start = time.perf_counter()
+        used = self._read(size_bytes, variant)
+        return used / (time.perf_counter() - start)
+
+    def _read(self, size_bytes: int, variant: tuple[int, int, int]) -> int:
         streams, piece, ahead = variant
         used = min(size_bytes, self._data.nbytes) // (streams * piece) * streams * piece
         if self._at + used > self._data.nbytes:
             self._at = 0
         part = self._data[self._at : self._at + used]
         self._at += used
-        start = time.perf_counter()
         native.read(part, streams=streams, piece=piece, ahead=ahead, threads=self._threads)
-        return used / (time.perf_counter() - start)
+        return used
 
 
 def filled_layer(

@@ -106,11 +106,13 @@ struct BF16 {
 struct F8 {
     static constexpr int kKs = 4, kBytes = 8;
     static constexpr bool kInteger = false, kScaled = true;
-    using Sum = f32x16;
+    struct Sum {  // two chains: one would wait for its own sixteen products
+        f32x16 even, odd;
+    };
     using Wide = Fp8Words;
     INLINE Wide widen(u32x16 w) { return Fp8Words::of(w); }
-    INLINE f32x16 dot(f32x16 sum, const Wide& w, const uint8_t* a) {
-        return Fp8Words::dot(sum, w, load<uint32_t>(a), load<uint32_t>(a + 4));
+    INLINE Sum dot(Sum sum, const Wide& w, const uint8_t* a) {
+        return {Fp8Words::dot_even(sum.even, w, load<uint32_t>(a)), Fp8Words::dot_odd(sum.odd, w, load<uint32_t>(a + 4))};
     }
 };
 struct I8 {  // stored with the sign bit flipped: byte = weight + 128
@@ -266,7 +268,7 @@ void panel_times(const Matrix& m, int64_t panel, int64_t first, int64_t last, co
                 if constexpr (F::kInteger) {
                     EACH(t) sum[t] = i32x16{} + step_scale<F>(a, NT, t)->start;
                 } else {
-                    EACH(t) sum[t] = f32x16{};
+                    EACH(t) sum[t] = typename F::Sum{};
                 }
                 UNROLL_WORDS for (int word = 0; word < kWords; word++) {
                     __builtin_prefetch(from + word * 64 + kPrefetch);
@@ -279,7 +281,7 @@ void panel_times(const Matrix& m, int64_t panel, int64_t first, int64_t last, co
                     if constexpr (F::kInteger) {
                         part = __builtin_convertvector(sum[t], f32x16) * step_scale<F>(a, NT, t)->scale;
                     } else {
-                        part = sum[t];
+                        part = sum[t].even + sum[t].odd;
                     }
                     store(to, fma(part, scale, load<f32x16>(to)));
                 }
