@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hotset.errors import BudgetError, CheckpointError, ExpertNotOnHost, PolicyError  # noqa: E402
-from hotset.runtime.host_cache import HostCache  # noqa: E402
+from hotset.runtime.host_cache import HostCache, policy_options  # noqa: E402
 from hotset.runtime.memory import buffer_bytes  # noqa: E402
 from hotset.runtime.store import host_shapes  # noqa: E402
 from tests.tiny_store import Reader, assert_all_bytes_right, make_layers, make_store  # noqa: E402
@@ -58,7 +58,8 @@ def test_hits_and_reads_are_those_of_replay(policy: str) -> None:
         for row in range(2):
             use(cache, row, int(ids[row, t, 0]))
     residency = Residency.pooled(4, 2, 3, home=Tier.DISK)
-    predicted = make_policy(policy, Setting(residency, np.ones((2, 4), np.int64), 1, np.zeros((2, 4)), None, ids))
+    setting = Setting(residency, np.ones((2, 4), np.int64), 1, np.zeros((2, 4)), None, ids)
+    predicted = make_policy(policy, setting, policy_options(policy, 4))
     served, loads, load_bytes = (
         np.zeros(ids.shape, np.uint8),
         np.zeros((2, 200), np.int32),

@@ -15,7 +15,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import hotset  # noqa: E402
-from hotset.errors import BudgetError, CheckpointError, PolicyError  # noqa: E402
+from hotset.errors import BudgetError, CheckpointError, PolicyError, UnsupportedModelError  # noqa: E402
+from hotset.runtime import loading as loading_module  # noqa: E402
 from hotset.runtime import runtime as runtime_module  # noqa: E402
 from hotset.runtime.adapting import Adaptation  # noqa: E402
 from hotset.runtime.memory import buffer_bytes  # noqa: E402
@@ -171,3 +172,16 @@ def test_a_model_larger_than_memory_runs_within_its_budget(tmp_path: Path) -> No
     assert bounded["peak"] <= bounded["budget"]
     assert whole["peak"] - whole["before"] > experts  # without the budget it does take that much
     assert bounded["report"]["disk"]["loads"] > bounded["report"]["disk"]["buffers"]
+
+
+@pytest.mark.usefixtures("only_experts_count")
+def test_a_checkpoint_that_must_be_converted_by_layers_cannot_stay_on_disk(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoints["mixtral"]
+    budgets = buffers(folder, 9), buffers(folder, 24)
+    monkeypatch.setattr(loading_module._Recipe, "per_expert", property(lambda _: False))
+    monkeypatch.setattr(loading_module._Recipe, "plain", lambda _: None)
+    with pytest.raises(UnsupportedModelError, match="a whole layer must be converted to read one"):
+        hotset.load(folder, host_memory_bytes=budgets[0])
+    assert hotset.load(folder, host_memory_bytes=budgets[1]).hotset_report()["disk"] is None

@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
         host_memory: str = typer.Option(
             None, help="Most memory the process may take, like 12GiB; experts beyond it stay on disk."
         ),
-        host_cache_policy: str = typer.Option("lru", help="With --host-memory: lru, lfu or lfu-aged."),
+        host_cache_policy: str = typer.Option("lfu-aged", help="With --host-memory: lfu-aged, lru or lfu."),
         adapt: bool = typer.Option(False, "--adapt", help="Move experts between tokens as the workload shifts."),
         max_bytes_per_token: str = typer.Option(None, help="With --adapt: most bytes moved per token, like 64MiB."),
         skip_gpu_expert_cpu_copy: str = typer.Option(

@@ -68,13 +68,17 @@ class LayerDispatch:
             num_experts = self.runtime.num_experts
             picks = sorted((expert, at) for at, expert in enumerate(ids[0].tolist()) if 0 <= expert < num_experts)
             ahead = _Ahead(store, row, [expert for expert, _ in picks])
-            for expert, at in picks:
+            parts = {}
+            # what is in memory is computed while the rest is read; the order of the sum below stays
+            for expert, at in sorted(picks, key=lambda pick: store.must_wait(row, pick[0])):
                 ahead.step()
                 weights, tier = store.acquire(row, expert)
                 try:
-                    out += (run_expert(module, hidden, weights) * gate[:, at, None]).to(out.dtype)
+                    parts[expert] = (run_expert(module, hidden, weights) * gate[:, at, None]).to(out.dtype)
                 finally:
                     store.release(row, expert, tier)
+            for expert, _ in picks:
+                out += parts[expert]
             return out
         picks_of = list(picks_by_expert(ids, self.runtime.num_experts))
         ahead = _Ahead(store, row, [expert for expert, _, _ in picks_of])

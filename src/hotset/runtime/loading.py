@@ -270,6 +270,11 @@ class ExpertReader:
         """Stored name -> lazy slice of every tensor that is no expert's."""
         return {name: self._slice(name) for name in self._non_expert}
 
+    @property
+    def reads_single_experts(self) -> bool:
+        """False where a layer must be converted as a whole to get at one expert: too dear to do while serving."""
+        return all(recipe.per_expert for recipes in self._recipes for recipe in recipes.values())
+
     def read_into(self, row: int, expert: int, target: Mapping[str, torch.Tensor]) -> None:
         """Read one expert's parameters into `target`: name -> tensor [...] of any dtype, on any device.
 

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from hotset.core import Plan
-from hotset.errors import BudgetError, ModelError, PlanError, PolicyError
+from hotset.errors import BudgetError, ModelError, PlanError, PolicyError, UnsupportedModelError
 from hotset.models.checkpoint import Checkpoint, resolve_model_folder
 from hotset.models.experts import ExpertLayer
 from hotset.runtime.adapting import Adaptation, Adapter
@@ -63,7 +63,7 @@ def load(
     the workload shifts; True, or an `Adaptation` with settings. skip_gpu_expert_cpu_copy: whether experts on the GPU
     do without a host copy, see `copy_policy`. training: the caller will train (what surrounds the experts; they stay as
     they are). host_memory_bytes: the most memory that this process may take, e.g. "12GiB"; experts that do not fit
-    stay in the checkpoint and are read when picked, through a cache run by host_cache_policy (lru, lfu, lfu-aged).
+    stay in the checkpoint and are read when picked, through a cache run by host_cache_policy (lfu-aged, lru, lfu).
     progress: called with (experts read, experts to read).
 
     The model gets `model.hotset` (the Runtime) and `model.hotset_report()`.
@@ -82,6 +82,11 @@ def load(
     read = skeleton.reader.read_into
     budget = None if host_memory_bytes is None else parse_bytes(host_memory_bytes)
     cache = _host_cache(skeleton.layers, mask, target, read, copies, budget, host_cache_policy)
+    if cache is not None and not skeleton.reader.reads_single_experts:
+        raise UnsupportedModelError(
+            f"{folder}: its experts are stored so that a whole layer must be converted to read one: "
+            "they cannot stay on disk; give host memory for all of them"
+        )
     store = ExpertStore(skeleton.layers, mask, target, read, copies=copies, restore=restore, cache=cache)
     runtime = Runtime(skeleton.model, store, skeleton.non_expert_bytes, settings, budget)
     runtime.model_fingerprint = skeleton.reader.checkpoint.fingerprint

@@ -160,6 +160,12 @@ class ExpertStore:
         if self.cache is not None:
             self.cache.announce(row, [expert for expert in experts if self.residency.slot(row, expert) == ABSENT])
 
+    def must_wait(self, row: int, expert: int) -> bool:
+        """Whether acquiring the expert now would wait for the disk."""
+        if self.cache is None or self.residency.slot(row, expert) != ABSENT:
+            return False
+        return not self.cache.holds(row, expert)
+
     # -- moving --------------------------------------------------------------------------------------------
 
     def promote(self, row: int, expert: int, victim: int = ABSENT) -> int:
