@@ -3,39 +3,50 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-STAMP := .venv/.installed
+RUN := .venv/.installed-run
+DEV := .venv/.installed-dev
 
 .PHONY: demo test test-all check lint types docs docs-check sanitize gpu-check clean
 
-demo: $(STAMP)
+demo: $(RUN)
 	$(BIN)/hotset demo
 
-test: $(STAMP)
+test: $(DEV)
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
-test-all: $(STAMP)
-	$(BIN)/python -m pytest
+test-all: $(DEV)
+	$(BIN)/python -m pytest -m "not gpu"
 
-check: lint types test docs-check
+check: lint types test sanitize docs-check
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP)
+types: $(DEV)
 	$(BIN)/mypy
 
-docs: $(STAMP)
+docs: $(DEV)
 	$(BIN)/python tools/docs.py
 
-docs-check: $(STAMP)
+docs-check: $(DEV)
 	$(BIN)/python tools/docs.py --check
 
-gpu-check: $(STAMP)
+# the kernel tests once more, built with AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize: $(DEV)
+	$(BIN)/python tools/sanitize.py
+
+# on a machine with a CUDA device: same bits as the CPU, time per call, no host synchronisation
+gpu-check: $(DEV)
 	$(BIN)/python tools/gpu_check.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache
 
-$(STAMP): pyproject.toml constraints.txt tools/setup.sh
-	PYTHON=$(PYTHON) bash tools/setup.sh
+$(RUN): pyproject.toml constraints.txt tools/setup.sh
+	PYTHON=$(PYTHON) bash tools/setup.sh hf,plots
+	touch $@
+
+$(DEV): pyproject.toml constraints.txt tools/setup.sh
+	PYTHON=$(PYTHON) bash tools/setup.sh hf,plots,dev
+	touch $@ $(RUN)

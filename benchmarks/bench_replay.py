@@ -11,14 +11,13 @@ the same trace with an LRU cache of the same size is timed too. Ends with one JS
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from typing import Any
 
 import cachetools
 import numpy as np
+from common import print_header, print_json_line
 
 import hotset
 
@@ -82,7 +81,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     trace = made_up(2 if quick else 8, 20_000 if quick else 50_000)
-    print(f"{platform.machine()}, {trace.num_layers} layers x {trace.num_tokens} tokens, top-{TOP_K} of {EXPERTS}")
+    print_header("replay", layers=trace.num_layers, tokens=trace.num_tokens, top_k=TOP_K, experts=EXPERTS, slots=SLOTS)
     check_lru(trace)
     result: dict[str, Any] = {}
     for policy in ("lru", "ema"):
@@ -95,7 +94,7 @@ def main() -> None:
     peer = policylang_steps_per_second(trace.select_sequences(range(10)))
     print("moe-policylang: " + ("not installed" if peer is None else f"{peer / 1e6:.4f} M steps per second"))
     result["moe_policylang_steps_per_second"] = peer
-    print(json.dumps(result))
+    print_json_line(**result)
 
 
 if __name__ == "__main__":

@@ -239,7 +239,8 @@ def markdown(points: list[dict[str, Any]]) -> str:
     for share in sorted({p["share"] for p in points}):
         mine = {p["keep_mass"]: p for p in points if p["share"] == share}
         exact = mine.pop("exact")
-        missed = mine["all"]["shed_rows"]
+        strictest = mine[bounds[0]]
+        missed = strictest["rows_over_limit"] + strictest["shed_rows"]
         cells = [f"{share:.0%}", f"{exact['perplexity']:.3f} ({missed:.1%})"]
         for name, point in mine.items():
             served = 0.0 if name == "all" else point["rows_over_limit"]
@@ -249,7 +250,7 @@ def markdown(points: list[dict[str, Any]]) -> str:
 
 
 def plot(points: list[dict[str, Any]], path: Path) -> None:
-    """Perplexity over exact against the share of rows with a miss served exactly, one curve per share resident."""
+    """Perplexity over exact against the rows that still go to the host, one curve per share, one dot per bound."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -260,15 +261,17 @@ def plot(points: list[dict[str, Any]], path: Path) -> None:
         mine = [p for p in points if p["share"] == share]
         exact = next(p["perplexity"] for p in mine if p["keep_mass"] == "exact")
         curve = [p for p in mine if p["keep_mass"] not in ("exact", "all")]
-        over = np.array([p["perplexity"] / exact - 1 for p in curve]) * 100
-        axes.plot([float(p["keep_mass"]) for p in curve], over, marker="o", label=f"{share:.0%} of experts resident")
-    axes.set_xlabel("keep_mass: least share of a row's gate mass that stays")
+        over = [(p["perplexity"] / exact - 1) * 100 for p in curve]
+        rows = [p["rows_over_limit"] * 100 for p in curve]
+        axes.plot(rows, over, marker="o", label=f"{share:.0%} of experts resident")
+        for x, y, point in zip(rows, over, curve, strict=True):
+            axes.annotate(point["keep_mass"], (x, y), textcoords="offset points", xytext=(4, 3), fontsize=6)
+    axes.set_xlabel("rows (token and layer) with a miss served exactly, %")
     axes.set_ylabel("perplexity over exact, %")
-    axes.invert_xaxis()
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":

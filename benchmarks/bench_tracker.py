@@ -3,21 +3,20 @@
     python benchmarks/bench_tracker.py [--quick]
 
 Peer: the way one writes it with torch, decay powers and index_add_, float64. Timed alternately in one process, medians;
-results are compared before anything is timed. "default" is the tracker as shipped (two averages), so its peer adds
-twice. Ends with one JSON line.
+results are compared before anything is timed. The tracker as shipped keeps two averages, so its peer adds twice; with
+fast_weight=0 ("one_average") both keep one. Ends with one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
+from common import print_header, print_json_line
 
 from hotset import EmaHotnessTracker
 
@@ -101,15 +100,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
-    print(f"{platform.machine()} {platform.processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    single = observe_seconds(15 if quick else 60, 500 if quick else 2000)
+    print_header("EmaHotnessTracker", torch=torch.__version__, threads=torch.get_num_threads(), top_k=TOP_K)
+    single = observe_seconds(100 if quick else 400, 200)
     ratio = single[512] / single[64]
     print(
         f"observe, one token, top-{TOP_K}: {single[64] * 1e6:.2f} us at E = 64, {single[512] * 1e6:.2f} us at E = 512"
     )
     repeats = 40 if quick else 300
     result = {"observe_seconds": single, "observe_ratio_512_to_64": ratio}
-    for name, weight in (("", 0.0), ("default_", None)):
+    for name, weight in (("", None), ("one_average_", 0.0)):
         times = batch_seconds(weight, repeats, 4096, 256)
         speedup = times["torch"] / times["hotset"]
         label = "one average" if weight == 0.0 else "as shipped, two averages"
@@ -119,7 +118,7 @@ def main() -> None:
         )
         result[f"{name}observe_batch_seconds"] = times
         result[f"{name}observe_batch_speedup"] = speedup
-    print(json.dumps(result))
+    print_json_line(**result)
 
 
 if __name__ == "__main__":

@@ -108,3 +108,9 @@ def test_contradictions_are_refused() -> None:
         CostModel(machine(), on_miss="drop")  # type: ignore[arg-type]
     with pytest.raises(MachineError, match="wanted at most one"):
         CostModel(machine(), non_expert_bytes=1, non_expert_seconds=1.0)
+
+
+def test_planning_values_a_hit_and_a_resident_token_by_the_same_prices() -> None:
+    from hotset.planning.objective import decode_time_values
+
+    assert decode_time_values(machine(), 100.0) == (10.0 - 1.5, 2.0)

@@ -45,6 +45,7 @@ def test_the_demo_model_is_what_its_card_says() -> None:
 
 def test_the_demo_runs_and_the_texts_are_the_same(tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(MODEL)
+    (tmp_path / "prompts").symlink_to(demo_folder() / "prompts")
     (tmp_path / "heldout").mkdir()
     for path in sorted((demo_folder() / "heldout").glob("*.txt")):
         (tmp_path / "heldout" / path.name).write_text(path.read_text()[:3000])

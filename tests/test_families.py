@@ -28,6 +28,7 @@ from tests.tiny_families import (  # noqa: E402
     measure,
     residency_mask,
 )
+from tests.tiny_models import add_tokenizer  # noqa: E402
 
 ALL = {family.model_type: family for family in find_families()}
 QUICK = [
@@ -142,6 +143,40 @@ def test_recording_a_loaded_model_follows_the_tower_that_hotset_has(tmp_path: Pa
     assert (recorded[True] == recorded[False]).all()
 
 
+def test_a_multimodal_model_is_recorded_by_its_text(tmp_path: Path) -> None:
+    from hotset.traces.recorder import record
+
+    add_tokenizer(make_checkpoint(ALL["qwen3_vl_moe"], tmp_path / "model"))
+    trace = record(tmp_path / "model", ["w3 w4 w5 w6 w7"], tmp_path / "trace")
+    assert (trace.num_tokens, trace.num_layers, trace.num_experts) == (5, 4, 8)
+
+
+def test_every_tower_of_a_model_has_the_dtype_asked_for(tmp_path: Path) -> None:
+    make_checkpoint(ALL["muse_spark"], tmp_path)  # its config says float32, for each tower too
+    model = hotset.load(tmp_path, plan=residency_mask(4, 8, 0.5), dtype="bfloat16")
+    reference = eager_model(ALL["muse_spark"], tmp_path, torch.bfloat16)
+    wanted = {name: parameter.dtype for name, parameter in reference.named_parameters()}
+    assert all(parameter.dtype == wanted[name] for name, parameter in model.named_parameters())
+    assert wanted["model.vision_tower.ln_pre.weight"] == torch.bfloat16
+    for mine, theirs in zip(logits_of(model), logits_of(reference), strict=True):
+        assert difference(mine, theirs) == 0.0
+
+
+def test_what_does_not_fit_the_model_is_named(tmp_path: Path) -> None:
+    make_checkpoint(ALL["mixtral"], tmp_path / "narrow")
+    rewrite(tmp_path / "narrow", lambda name, x: {name: x[:-1] if "layers.1.self_attn.q_proj" in name else x})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj\.weight is stored as \(\d+, 32\), the"):
+        hotset.load(tmp_path / "narrow")
+    # 8 experts for text, then 8 for images, split in the middle: of 15 come 8 and 7, of 14 the 8th text expert is put
+    # to the others (whose shapes differ), of 8 come 4 and 4
+    for lost, what in ((1, r"vision_moe.* \(7, "), (2, "cannot convert.*text_moe"), (8, r"text_moe.* \(4, .*complete")):
+        folder = make_checkpoint(ALL["ernie4_5_vl_moe"], tmp_path / f"lost{lost}")
+        gone = [f"layers.2.mlp.experts.{expert}." for expert in range(16 - lost, 16)]
+        rewrite(folder, lambda name, x, gone=gone: {} if any(part in name for part in gone) else {name: x})
+        with pytest.raises(CheckpointError, match=what):
+            hotset.load(folder)
+
+
 class Experts(torch.nn.Module):
     def __init__(self, num_experts: int, width: int) -> None:
         super().__init__()
@@ -211,7 +246,7 @@ def test_converting_one_expert_gives_its_slice_of_the_converted_layer(kind: str)
     whole_sources = {p: list(t.unbind(0)) if one_by_one else [t] for p, t in stored.items()}
     shapes = _Shapes({name: torch.Size((E, F, H))})
     whole = _convert(converter, whole_sources, name, shapes, None)[name]
-    recipe = _Recipe(converter)
+    recipe = _Recipe(converter, {pattern: ["stored"] for pattern in stored})
     for expert in range(E):
         pieces = {pattern: tensor[expert] for pattern, tensor in stored.items()}
         parts, dim = recipe.parts(pieces, name, whole.shape[1:], None)

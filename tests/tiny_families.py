@@ -315,7 +315,7 @@ def difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     return (mine - theirs).abs().max().item()
 
 
-def eager_model(family: Family, folder: Path) -> Any:
+def eager_model(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Transformers' own model, each of its parameters in memory of its own.
 
     As loaded, a parameter begins wherever the file has it, and torch's matrix-vector products round differently by the
@@ -325,7 +325,7 @@ def eager_model(family: Family, folder: Path) -> Any:
     import transformers
 
     model_class = getattr(transformers, family.class_name)
-    model = model_class.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
+    model = model_class.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model

@@ -1,6 +1,6 @@
 """Runs the kernel tests on builds with AddressSanitizer and UndefinedBehaviorSanitizer, and cross-compiles for Arm.
 
-    python tools/sanitize.py            both sanitized builds, then the Arm check where its compiler is installed
+    python tools/sanitize.py            three sanitized builds, then the Arm check where its compiler is installed
     python tools/sanitize.py --fast     one sanitized build of this CPU only
 
 Knows: how to load a sanitized library into an interpreter that is not sanitized (the runtime is preloaded). Does not
@@ -19,10 +19,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from hotset.kernels import build  # noqa: E402
+
+sys.path.insert(0, str(ROOT / "src"))
+
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -O1"
 BUILDS = {
     "this CPU": SANITIZE,
-    # the plain vectors that CPUs without AVX-512 use, on the same tests
+    "AVX2": f"{SANITIZE} -march=x86-64-v3",
+    # what the source is where no instruction set is named in it
     "plain vectors": f"{SANITIZE} -DHOTSET_GENERIC -march=x86-64-v3",
 }
 ARM = "aarch64-linux-gnu-g++"
@@ -77,18 +82,7 @@ def _arm() -> int:
         return 0
     for flags in ARM_FLAGS:
         print(f"== cross-compiles for Arm: {flags}", flush=True)
-        command = [
-            ARM,
-            "-O2",
-            flags,
-            "-std=c++20",
-            "-ffp-contract=fast",
-            "-fno-math-errno",
-            "-fPIC",
-            "-shared",
-            "-pthread",
-            "-w",
-        ]
+        command = [ARM, *(flag for flag in build.FLAGS if flag != "-march=native"), flags]
         source = ROOT / "src" / "hotset" / "kernels" / "csrc" / "moe.cpp"
         with tempfile.TemporaryDirectory() as folder:
             done = subprocess.run([*command, str(source), "-o", str(Path(folder) / "arm.so")], check=False)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv and installs hotset with everything its demo and tests need, exact versions from constraints.txt.
+# setup.sh EXTRA,...: makes .venv and installs hotset with these extras, exact versions from constraints.txt.
 # Without an NVIDIA GPU the CPU build of torch is taken where pip offers one; elsewhere what PyPI gives.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,5 +19,4 @@ torch=$(sed -n 's/^torch==//p' constraints.txt)
 if ! command -v nvidia-smi >/dev/null; then
   pip install -q "torch==$torch+cpu" 2>/dev/null || echo "no CPU build of torch on offer here: taking the usual one"
 fi
-pip install -q -e '.[hf,plots,dev]'
-touch .venv/.installed
+pip install -q -e ".[$1]"

@@ -36,8 +36,8 @@ class BenchRow:
     measured: float
     error: float
     """predicted / measured - 1."""
-    quartiles: tuple[float, float]
-    """Of the measured seconds."""
+    spread: tuple[float, float]
+    """Least and most of the rounds' measured seconds."""
     parts: dict[str, float]
     """Of the prediction."""
     hit_seconds: float | None
@@ -118,7 +118,7 @@ def bench(
                 predicted=parts["total"],
                 measured=times.seconds_per_token,
                 error=parts["total"] / times.seconds_per_token - 1.0,
-                quartiles=times.quartiles,
+                spread=times.spread,
                 parts=parts,
                 hit_seconds=times.hit_seconds,
                 miss_seconds=times.miss_seconds,

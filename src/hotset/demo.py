@@ -1,6 +1,6 @@
 """The whole road on a small real model: record, plan, run, compare. What `hotset demo` shows.
 
-Uses the model and the held-out texts of the source tree's `demo/` folder; both were made by `demo/train.py`.
+Uses the model, the held-out texts and the prompts of the source tree's `demo/` folder; both were made by `demo/train.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from hotset.errors import ModelError
 STRATEGIES = ("certified", "coverage", "cluster", "frequency", "uniform", "layer-balanced", "front-loading", "random")
 FRACTION = 0.5
 NEW_TOKENS = 128
-PROMPT_CHARACTERS = 200
 HOLDOUT = 1 / 3
 
 
@@ -74,7 +73,7 @@ def demo_folder() -> Path:
     if not (folder / "model" / "config.json").exists():
         raise ModelError(
             "the demo's model is part of the source tree, not of the installed package: "
-            "clone the repository and run `make demo` there, or name a folder with model/ and heldout/ in it"
+            "clone the repository and run `make demo` there, or name a folder with model/, heldout/ and prompts/ in it"
         )
     return folder
 
@@ -114,8 +113,8 @@ def run_demo(folder: Path, *, say: Callable[[str], None] = lambda _: None) -> De
     say("running three prompts: unmodified, then with the experts split between two memories")
     split = load(model_folder, plan=best, device="cpu", dtype="float32")
     prompts = []
-    for path in texts[:3]:
-        prompt = path.read_text(encoding="utf-8")[:PROMPT_CHARACTERS]
+    for path in sorted((folder / "prompts").glob("*.txt")):
+        prompt = path.read_text(encoding="utf-8")
         timed = []
         for model in (plain, split):
             torch.manual_seed(0)

@@ -117,29 +117,29 @@ def _room(scale, growth):
 
 
 @njit(cache=True, nogil=True)
-def _add_slow(sums, ids, scale, growth, share):
-    """Add tokens to the slow average; the scale afterwards. An unsigned index turns -1 into the largest."""
-    spare = np.uint64(len(sums) - 1)
+def _add_one(slow, ids, scale, growth, share):
+    """Add tokens to one average [E + 1]; the scale afterwards. An unsigned index turns -1 into the largest."""
+    spare = np.uint64(len(slow) - 1)
     for t in range(ids.shape[0]):
         scale *= growth
         weight = share * scale
         for k in range(ids.shape[1]):
-            sums[min(np.uint64(ids[t, k]), spare), 0] += weight
+            slow[min(np.uint64(ids[t, k]), spare)] += weight
     return scale
 
 
 @njit(cache=True, nogil=True)
-def _add_both(sums, ids, slow_scale, slow_growth, slow_share, fast_scale, fast_growth, fast_share):
+def _add_both(slow, fast, ids, slow_scale, slow_growth, slow_share, fast_scale, fast_growth, fast_share):
     """Add tokens to both averages; the scales afterwards."""
-    spare = np.uint64(len(sums) - 1)
+    spare = np.uint64(len(slow) - 1)
     for t in range(ids.shape[0]):
         slow_scale *= slow_growth
         fast_scale *= fast_growth
-        slow, fast = slow_share * slow_scale, fast_share * fast_scale
+        slow_weight, fast_weight = slow_share * slow_scale, fast_share * fast_scale
         for k in range(ids.shape[1]):
             expert = min(np.uint64(ids[t, k]), spare)
-            sums[expert, 0] += slow
-            sums[expert, 1] += fast
+            slow[expert] += slow_weight
+            fast[expert] += fast_weight
     return slow_scale, fast_scale
 
 
@@ -149,26 +149,26 @@ def _observe_full(h, row, ids):
 
     Two liberties, both below the rounding of a float64: tokens so old that their whole weight is under 2 ** -60 are
     left out, and the fast average starts where its own memory does. Ids outside [0, E) go to the spare entry E, for the
-    caller to find; False where one did.
+    caller to find; False, and nothing changed, where one did.
     """
     num_experts = h.sums.shape[1] - 1
-    sums = h.sums[row]
+    slow, fast = h.sums[row, :, 0].copy(), h.sums[row, :, 1].copy()
     num_tokens = len(ids)
     slow_growth, fast_growth = 1.0 / h.decay[0], 1.0 / h.decay[1]
     slow_begin = max(0, num_tokens - int(60 * np.log(2.0) / np.log(slow_growth)))
     fast_begin = max(slow_begin, num_tokens - int(60 * np.log(2.0) / np.log(fast_growth)))
     if h.fast_weight[0] == 0.0:
         fast_begin = num_tokens  # nobody will ask for it
-    if slow_begin > 0:
-        if first_bad_id(ids[:slow_begin], num_experts) >= 0:
-            return False
-        sums[:, 0] = 0.0
-        h.scale[row, 0] = 1.0
-    if fast_begin > 0:
-        sums[:, 1] = 0.0
-        h.scale[row, 1] = 1.0
+    if slow_begin > 0 and first_bad_id(ids[:slow_begin], num_experts) >= 0:
+        return False
     slow_scale, slow_share = h.scale[row, 0], 1.0 - h.decay[0]
     fast_scale, fast_share = h.scale[row, 1], 1.0 - h.decay[1]
+    if slow_begin > 0:
+        slow[:] = 0.0
+        slow_scale = 1.0
+    if fast_begin > 0:
+        fast[:] = 0.0
+        fast_scale = 1.0
     t = slow_begin
     while t < num_tokens:
         both = t >= fast_begin
@@ -176,32 +176,30 @@ def _observe_full(h, row, ids):
         if both:
             stop = min(stop, t + _room(fast_scale, fast_growth))
             slow_scale, fast_scale = _add_both(
-                sums, ids[t:stop], slow_scale, slow_growth, slow_share, fast_scale, fast_growth, fast_share
+                slow, fast, ids[t:stop], slow_scale, slow_growth, slow_share, fast_scale, fast_growth, fast_share
             )
         else:
-            slow_scale = _add_slow(sums, ids[t:stop], slow_scale, slow_growth, slow_share)
+            slow_scale = _add_one(slow, ids[t:stop], slow_scale, slow_growth, slow_share)
         t = stop
         if slow_scale > RESCALE_ABOVE / (2.0 * slow_growth):
-            sums[:, 0] /= slow_scale
+            slow /= slow_scale
             slow_scale = 1.0
         if fast_scale > RESCALE_ABOVE / (2.0 * fast_growth):
-            sums[:, 1] /= fast_scale
+            fast /= fast_scale
             fast_scale = 1.0
-    h.scale[row, 0] = slow_scale
-    h.scale[row, 1] = fast_scale
-    return sums[num_experts, 0] == 0.0
+    if slow[num_experts] != 0.0:
+        return False
+    h.sums[row, :, 0], h.sums[row, :, 1] = slow, fast
+    h.scale[row, 0], h.scale[row, 1] = slow_scale, fast_scale
+    return True
 
 
 @njit(cache=True, nogil=True)
 def check_and_observe(h, row, ids):
     """`observe` where every id is in range; otherwise nothing but the flat index of the first that is not."""
     num_experts = h.sums.shape[1] - 1
-    if ids.size >= 4 * num_experts:
-        before, scale = h.sums[row].copy(), h.scale[row].copy()
-        if _observe_full(h, row, ids):
-            return -1
-        h.sums[row] = before
-        h.scale[row] = scale
+    if ids.size >= 4 * num_experts and _observe_full(h, row, ids):
+        return -1
     bad = first_bad_id(ids, num_experts)
     if bad < 0:
         observe(h, row, ids)

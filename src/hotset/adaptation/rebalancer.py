@@ -22,6 +22,7 @@ from hotset.residency import Residency, Swap
 # Chosen on the ESFT traces together with the tracker's; see LOG.md.
 DEFAULT_HYSTERESIS = 0.01
 DEFAULT_MAX_MOVES = 1
+DEFAULT_PROMPT_WEIGHT = 0.25
 
 UNLIMITED = int(np.iinfo(np.int64).max)
 
@@ -197,7 +198,9 @@ class Rebalancer:
             self.arrays.loaded_at[swap.row, swap.expert] = self.arrays.clock[swap.row]
             yield swap
 
-    def start_decode(self, prompt_counts: NDArray[np.int64], prompt_tokens: int, *, weight: float = 0.5) -> None:
+    def start_decode(
+        self, prompt_counts: NDArray[np.int64], prompt_tokens: int, *, weight: float = DEFAULT_PROMPT_WEIGHT
+    ) -> None:
         """Let a prompt's routing inform the decode that follows it; then call `rebalance`.
 
         prompt_counts: [L, E] activations of the prompt. weight: share of the prompt in the new hotness, the rest is

@@ -227,12 +227,12 @@ def as_numpy(value: Any) -> NDArray[Any]:
 
 
 def as_picks(expert_ids: Any) -> NDArray[Any]:
-    """[T, K] integers from [K] or [T, K], NumPy or torch. Raises PolicyError on another rank or dtype."""
+    """[T, K] int64 from [K] or [T, K], NumPy or torch. Raises PolicyError on another rank or dtype."""
     ids = expert_ids if isinstance(expert_ids, np.ndarray) else as_numpy(expert_ids)
     if ids.dtype.kind not in "iu":
         raise PolicyError(f"expert_ids have dtype {ids.dtype}: wanted integers")
-    if not ids.flags.c_contiguous:  # compiled code is specialised for the layout: do not build one for every stride
-        ids = np.ascontiguousarray(ids)
+    if ids.dtype != np.int64 or not ids.flags.carray:  # one compiled version for all types and layouts
+        ids = np.array(ids, np.int64, order="C")
     if ids.ndim == 1:
         return ids[None, :]
     if ids.ndim != 2:

@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
         budget: str | None = typer.Option(None, help="Shares of the experts. [default: 25%,50%,100%, without --plan]"),
         prompt: str = typer.Option("The quick brown fox jumps over the lazy dog.", help="Text to decode from."),
         new_tokens: int = typer.Option(24, help="Tokens to decode in each round."),
-        rounds: int = typer.Option(7, help="Rounds; the median of all their tokens counts."),
+        rounds: int = typer.Option(7, help="Rounds; the median of their means counts."),
         machine: str | None = typer.Option(None, help="Machine file or preset: adds its own prediction."),
         device: str = typer.Option("auto", help="auto, cuda or cpu (then the arena is a second one in host memory)."),
         dtype: str = typer.Option("auto", help="auto (as the checkpoint says), float32, bfloat16 or float16."),

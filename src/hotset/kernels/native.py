@@ -6,7 +6,9 @@ know: formats, experts, when to use the library (`backend.py`).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import lru_cache
 from typing import Any
@@ -110,8 +112,22 @@ def read(data: NDArray[np.uint8], *, streams: int, piece: int, ahead: int, threa
 
 
 def buffer(size: int) -> NDArray[np.uint8]:
-    """`size` bytes on a multiple of 64, on huge pages where that is worth it. Contents are undefined."""
-    align = HUGE_PAGE_BYTES if size >= HUGE_PAGE_BYTES else 64
-    raw = np.empty(size + align, np.uint8)
-    start = -raw.ctypes.data % align
+    """`size` bytes on a multiple of 64, on huge pages as far as whole ones fit. Contents are undefined.
+
+    NumPy asks for huge pages from 4 MiB on; a four-bit expert is smaller, and reading many of them is a walk through
+    page tables.
+    """
+    if size < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        raw = np.empty(size + 64, np.uint8)
+        start = -_address(raw) % 64
+        return raw[start : start + size]
+    mapped = mmap.mmap(-1, size + HUGE_PAGE_BYTES)
+    raw = np.frombuffer(mapped, np.uint8)
+    start = -_address(raw) % HUGE_PAGE_BYTES
+    with contextlib.suppress(OSError):  # a kernel without huge pages gives small ones
+        mapped.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return raw[start : start + size]
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])

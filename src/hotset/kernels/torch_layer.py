@@ -129,16 +129,14 @@ def _expert(spec: LayerSpec, matrices: Matrices, x: torch.Tensor) -> torch.Tenso
     if spec.gated:
         gate, up = inner.chunk(2, -1)
         limit = spec.activation.limit
-        inner = _activate(spec.activation, gate.clamp(max=limit)) * (
-            up.clamp(-limit, limit) + spec.activation.up_offset
-        )
+        inner = activate(spec.activation, gate.clamp(max=limit)) * (up.clamp(-limit, limit) + spec.activation.up_offset)
     else:
-        inner = _activate(spec.activation, inner)
+        inner = activate(spec.activation, inner)
     out = torch.nn.functional.linear(inner.to(second.dtype), second).float()
     return out if second_bias is None else out + second_bias
 
 
-def _activate(activation: Activation, x: torch.Tensor) -> torch.Tensor:
+def activate(activation: Activation, x: torch.Tensor) -> torch.Tensor:
     import torch
 
     if activation.kind == "silu":

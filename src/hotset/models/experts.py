@@ -97,6 +97,23 @@ def _layer_number(name: str) -> tuple[int, str]:
     return int(name[start:end]), f"{name[:start]}*{name[end:]}"
 
 
+def model_class_of(config: Any) -> Any:
+    """The Transformers class that a checkpoint's config names, else that of its causal language model.
+
+    Raises UnsupportedModelError where there is neither.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if found is not None and hasattr(found, "_finalize_model_loading"):
+            return found
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    raise UnsupportedModelError(f"model type {config.model_type!r} has no causal language model in Transformers")
+
+
 def run_expert(module: nn.Module, rows: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """One expert's output, before its gate weight: rows [n, H] -> [n, H].
 

@@ -364,7 +364,8 @@ def priced_pairs(sets, weight, base, value, n, rounds, step, prices, average):  
     average[:] = 0.0
     total = 0.0
     for turn in range(1, rounds + 1):
-        pull = np.exp((prices.min() - prices) * (step / np.sqrt(turn)))
+        # floored: a set whose pairs are all out of sight then spreads evenly, and nothing overflows
+        pull = np.exp(np.maximum((prices.min() - prices) * (step / np.sqrt(turn)), -200.0))
         load[:] = 0.0
         for s in range(num_sets):
             norm = 0.0
@@ -376,10 +377,6 @@ def priced_pairs(sets, weight, base, value, n, rounds, step, prices, average):  
                         break
                     if i != j:
                         norm += pull[sets[s, i], sets[s, j]]
-            if norm <= 0.0:
-                # every pair priced out of sight: charge the first one
-                load[sets[s, 0], sets[s, 1]] += value * weight[s]
-                continue
             share = value * weight[s] / norm
             for i in range(top_k):
                 if sets[s, i] < 0:
@@ -442,28 +439,28 @@ def subset_values(sets, weight, base, value):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def best_cover(sets, weight, resident, cost, left, room):  # type: ignore[no-untyped-def]
-    """(set, missing cost) with most tokens per cost of its missing experts; set -1 where none fits.
+def best_cover(weight, missing, lacking, left, room):  # type: ignore[no-untyped-def]
+    """The set with most tokens per size of its missing experts, -1 where none fits.
 
-    resident, cost: [E]. What is missing must cost at most `left` and be at most `room` experts. Fully resident sets are
-    passed over. Ties: more tokens, then the earlier set.
+    missing [D]: size of the experts that a set still lacks, at most `left`; lacking [D]: how many, at most `room`. Sets
+    that lack none are passed over. Ties: more tokens, then the earlier set.
     """
-    chosen, chosen_cost, ratio, tokens = -1, 0, -1.0, -1.0
-    for i in range(len(sets)):
-        missing = lacking = 0
-        for k in range(sets.shape[1]):
-            expert = sets[i, k]
-            if expert < 0:
-                break
-            if not resident[expert]:
-                missing += cost[expert]
-                lacking += 1
-        if lacking == 0 or missing > left or lacking > room:
+    chosen, ratio, tokens = -1, -1.0, -1.0
+    for i in range(len(weight)):
+        if lacking[i] == 0 or missing[i] > left or lacking[i] > room:
             continue
-        here = weight[i] / missing
+        here = weight[i] / missing[i]
         if here > ratio or (here == ratio and weight[i] > tokens):
-            chosen, chosen_cost, ratio, tokens = i, missing, here, weight[i]
-    return chosen, chosen_cost
+            chosen, ratio, tokens = i, here, weight[i]
+    return chosen
+
+
+@njit(cache=True, nogil=True)
+def cover(start, member, expert, size, missing, lacking):  # type: ignore[no-untyped-def]
+    """Expert `expert` is resident now: the sets that hold it lack it no more."""
+    for p in range(start[expert], start[expert + 1]):
+        missing[member[p]] -= size
+        lacking[member[p]] -= 1
 
 
 @njit(cache=True, nogil=True)

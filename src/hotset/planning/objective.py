@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from hotset.core import Machine
 from hotset.errors import PlanError
+from hotset.machines.cost import CostModel
 
 OBJECTIVES = ("hit-rate", "whole-token", "decode-time")
 
@@ -72,16 +73,13 @@ def resolve_objective(
 def decode_time_values(machine: Machine, expert_bytes: float) -> tuple[float, float]:
     """(hit_value, resident_value) in seconds saved during decode on that machine.
 
-    A decode step reads each picked expert once, so computing an expert takes its bytes over the read bandwidth of the
-    memory it lies in. A hit saves the host's time less the GPU's; a fully resident token saves the round trip to the
-    host. Sizes are averaged: the value of a hit does not differ by expert. On a machine whose arena is host memory
-    too (device "cpu") a hit saves nothing, and the round trip is all there is.
+    The prices are those of `machines.cost.CostModel`, as in replay and bench: a hit saves the host's time less the
+    GPU's, a fully resident token the round trip to the host. Sizes are averaged: the value of a hit does not differ by
+    expert. On a machine whose arena is host memory too (device "cpu") a hit saves nothing, and the round trip is all
+    there is.
     """
-    gpu_rate = machine.gpu_read_bytes_per_second
-    if gpu_rate is None or machine.device == "cpu":
-        gpu_rate = machine.host_read_bytes_per_second
-    hit_seconds = expert_bytes / machine.host_read_bytes_per_second - expert_bytes / gpu_rate
-    values = max(0.0, hit_seconds), float(machine.round_trip_seconds)
+    prices = CostModel(machine)
+    values = max(0.0, float(prices.saved_seconds_per_hit(expert_bytes))), prices.saved_seconds_per_resident_token
     if max(values) <= 0:
         raise PlanError(f"machine {machine.name}: neither a hit nor a resident token saves time on it")
     return values

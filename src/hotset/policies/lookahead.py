@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
-from hotset.adaptation.loops import ABSENT, FREE, KEEP, commit, hotness, is_away, observe, propose, serve
+from hotset.adaptation.loops import ABSENT, FREE, KEEP, commit, hotness, observe, propose, serve
 from hotset.adaptation.rebalancer import Rebalancer
 from hotset.errors import PolicyError
 from hotset.policies import Setting, ema
@@ -26,8 +26,8 @@ from hotset.residency import Swap
 
 # Chosen on the ESFT traces; see LOG.md.
 DEFAULT_MARGIN = 0.1
-DEFAULT_MAX_PREFETCH = 2
-DEFAULT_HOTNESS_WEIGHT = 1.0
+DEFAULT_MAX_PREFETCH = 1
+DEFAULT_HOTNESS_WEIGHT = 2.0
 
 FORGET_AFTER = 2048.0
 """Tokens of one expert after which its transitions are halved: old enough to be precise, young enough to drift."""
@@ -71,28 +71,34 @@ def _learn_and_predict(p, row, num_layers, picks):
         p.previous[k] = picks[k]
     if row + 1 == num_layers:
         return False
-    p.prediction[:] = 0.0
+    prediction = p.prediction
+    prediction[:] = 0.0
     known = 0
     for k in range(len(picks)):
         if picks[k] >= 0 and p.seen[row + 1, picks[k]] > 0:
             known += 1
             share = 1.0 / p.seen[row + 1, picks[k]]
-            for expert in range(len(p.prediction)):
-                p.prediction[expert] += share * p.followers[row + 1, picks[k], expert]
+            followers = p.followers[row + 1, picks[k]]
+            for expert in range(len(prediction)):
+                prediction[expert] += share * followers[expert]
     if known == 0:
         return False
-    p.prediction[:] = p.prediction / known
+    for expert in range(len(prediction)):
+        prediction[expert] /= known
     return True
 
 
 @njit(cache=True, nogil=True)
 def _propose_prefetch(a, h, p, row):
     """(expert, verdict) for the row that was predicted: the worthiest that is away, if the worth gained exceeds it."""
-    weight = p.hotness_weight[0]
+    weight, fast_weight = p.hotness_weight[0], h.fast_weight[0]
+    slow_factor, fast_factor = (1.0 - fast_weight) / h.scale[row, 0], fast_weight / h.scale[row, 1]
+    prediction, sums, table, claims = p.prediction, h.sums[row], a.table[row], a.claims[row]
     best, best_worth = ABSENT, -1.0
-    for expert in range(len(p.prediction)):
-        if p.prediction[expert] > 0.0 and is_away(a, row, expert):
-            worth = p.prediction[expert] + weight * hotness(h, row, expert)
+    for expert in range(len(prediction)):
+        if prediction[expert] > 0.0 and table[expert] == ABSENT and claims[expert] == ABSENT:
+            heat = slow_factor * sums[expert, 0] + fast_factor * sums[expert, 1]
+            worth = prediction[expert] + weight * heat
             if worth > best_worth:
                 best, best_worth = expert, worth
     if best == ABSENT:
@@ -100,19 +106,20 @@ def _propose_prefetch(a, h, p, row):
     group = a.group[row]
     if a.free_count[group] > 0:
         return best, FREE
-    num_experts = len(p.prediction)
+    num_experts = len(prediction)
     victim, least = ABSENT, 0.0
     for slot in range(a.slots[group]):
         key = a.holder[group, slot]
         if key == ABSENT:
             continue
-        its_row, expert = key // num_experts, key % num_experts
-        if a.users[its_row, expert] > 0:
-            continue
-        worth = weight * hotness(h, its_row, expert)
-        if its_row == row:
-            worth += p.prediction[expert]
-        if victim == ABSENT or worth < least:
+        its_row, expert = row, key - row * num_experts
+        if 0 <= expert < num_experts:
+            heat = slow_factor * sums[expert, 0] + fast_factor * sums[expert, 1]
+            worth = prediction[expert] + weight * heat
+        else:
+            its_row, expert = key // num_experts, key % num_experts
+            worth = weight * hotness(h, its_row, expert)
+        if (victim == ABSENT or worth < least) and a.users[its_row, expert] == 0:
             victim, least = key, worth
     if victim == ABSENT or best_worth - least <= p.margin[0]:
         return ABSENT, KEEP

@@ -24,7 +24,7 @@ import torch
 
 from hotset.errors import CheckpointError, ModelError, UnsupportedModelError
 from hotset.models.checkpoint import Checkpoint, TensorEntry
-from hotset.models.experts import ExpertLayer, find_expert_layers
+from hotset.models.experts import ExpertLayer, find_expert_layers, model_class_of
 
 _DTYPE_NAMES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
@@ -61,7 +61,10 @@ def load_skeleton(folder: Path, *, dtype: torch.dtype | str, device: torch.devic
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError(f"{folder}: the checkpoint is quantised, which hotset.load does not read yet")
     wanted_dtype = _resolve_dtype(dtype, config, checkpoint)
-    model_class = _model_class(config)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = wanted_dtype  # a tower is built in the dtype of its own config
+    model_class = model_class_of(config)
     with contextlib.ExitStack() as stack:
         for context in model_class.get_init_context(wanted_dtype, False, False, False):
             stack.enter_context(context)
@@ -94,6 +97,10 @@ def load_skeleton(folder: Path, *, dtype: torch.dtype | str, device: torch.devic
     )
     info, _ = convert_and_load_state_dict_in_model(model, reader.non_expert_slices(), load_config)
     reader.place_by_products(model, info, device, wanted_dtype)
+    for name, stored, wanted in sorted(info.mismatched_keys):
+        raise CheckpointError(f"{folder}: {name} is stored as {tuple(stored)}, the model wants {tuple(wanted)}")
+    for name, why in sorted(info.conversion_errors.items()):
+        raise CheckpointError(f"{folder}: Transformers cannot convert {name}: {why.splitlines()[-1]}")
     info = model_class._finalize_model_loading(model, load_config, info)
     for module in taken_out:
         for name in names:
@@ -106,19 +113,6 @@ def load_skeleton(folder: Path, *, dtype: torch.dtype | str, device: torch.devic
     model.eval()
     tensors = {t.data_ptr(): t for t in [*model.parameters(), *model.buffers()]}
     return Skeleton(model, layers, reader, sum(t.numel() * t.element_size() for t in tensors.values()))
-
-
-def _model_class(config: Any) -> Any:
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if found is not None and hasattr(found, "_finalize_model_loading"):
-            return found
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    raise UnsupportedModelError(f"model type {config.model_type!r} has no causal language model in Transformers")
 
 
 def _resolve_dtype(dtype: torch.dtype | str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
@@ -323,15 +317,10 @@ class ExpertReader:
         with self._converting:
             if self._whole[0] == row:
                 return self._whole[1]
-            layer = self._layers[row]
             made: dict[str, torch.Tensor] = {}
-            shapes = {f"{layer.name}.{name}": parameter.shape for name, parameter in layer.parameters.items()}
             for name, recipe in self._recipes[row].items():
                 if not recipe.per_expert:
-                    read = {
-                        pattern: [self._slice(x)[...] for x in stored] for pattern, stored in recipe.sources.items()
-                    }
-                    made |= _convert(recipe.converter, read, f"{layer.name}.{name}", _Shapes(shapes), self._config)
+                    made |= self._convert_layer(f"{self._layers[row].name}.{name}", recipe, row)
             self._whole = (row, made)
             return made
 
@@ -379,6 +368,21 @@ class ExpertReader:
                 self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                 weakref.finalize(self, os.close, self._descriptors[file])
             return self._descriptors[file]
+
+    def _convert_layer(self, target: str, recipe: _Recipe, row: int) -> dict[str, torch.Tensor]:
+        layer, folder = self._layers[row], self.checkpoint.folder
+        shapes = {f"{layer.name}.{name}": parameter.shape for name, parameter in layer.parameters.items()}
+        sources = {pattern: [self._slice(x)[...] for x in stored] for pattern, stored in recipe.sources.items()}
+        try:
+            made = _convert(recipe.converter, sources, target, _Shapes(shapes), self._config)
+        except (RuntimeError, ValueError, LookupError) as problem:
+            raise CheckpointError(f"{folder}: Transformers cannot convert {target}: {problem}") from None
+        if made[target].shape != shapes[target]:
+            raise CheckpointError(
+                f"{folder}: {target} is stored as {tuple(made[target].shape)}, the model wants "
+                f"{tuple(shapes[target])}: is it complete?"
+            )
+        return made
 
     def _place(self, parts: list[torch.Tensor], dim: int, target: torch.Tensor, what: str) -> None:
         start = 0

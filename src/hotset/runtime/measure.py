@@ -11,6 +11,7 @@ machine is busy for both:
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from hotset.errors import ModelError
 
 @dataclass(frozen=True)
 class DecodeTimes:
-    """Median seconds, over all tokens of all rounds."""
+    """Medians over rounds of each round's mean seconds: means add up, and a busy moment spoils one round only."""
 
     seconds_per_token: float
     non_expert_seconds: float
@@ -37,8 +38,8 @@ class DecodeTimes:
     """Per resident expert computed, or None where there was none."""
     miss_seconds: float | None
     """Per expert computed from host memory, round trips included, or None where there was none."""
-    quartiles: tuple[float, float]
-    """Of seconds_per_token."""
+    spread: tuple[float, float]
+    """Least and most of the rounds' seconds_per_token."""
     tokens: int
     rounds: int
 
@@ -106,16 +107,15 @@ def measure_decode(
             found[name] = _dispatch_alone(runtime, hidden, ids.to(hidden.device))
         if number:  # the first round warms up
             for name in times:
-                times[name] += found[name]
+                times[name].append(statistics.fmean(found[name]))
     median = {name: statistics.median(values) for name, values in times.items()}
     hits_per_token, misses_per_token = (float(m.sum()) / picks.shape[1] for m in (hit, miss))
-    lower, _, upper = statistics.quantiles(times["whole"], n=4)
     return DecodeTimes(
         seconds_per_token=median["whole"],
         non_expert_seconds=median["without"],
         hit_seconds=_each(median["hits"] - median["dispatch"], hits_per_token),
         miss_seconds=_each(median["misses"] - median["dispatch"], misses_per_token),
-        quartiles=(lower, upper),
+        spread=(min(times["whole"]), max(times["whole"])),
         tokens=len(tokens),
         rounds=rounds,
     )
@@ -134,13 +134,15 @@ def _decode(
     forced: feed these instead of the greedy choice. times: seconds of each one-token pass are added.
     """
     cuda = model.hotset.device.type == "cuda"
+    # the argument was renamed in Transformers 5.24
+    cache = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     out = model(input_ids=input_ids, use_cache=True)
     token = out.logits[0, -1].argmax()
     for index in range(new_tokens):
         if forced is not None:
             token = forced[index]
         begin = time.perf_counter()
-        out = model(input_ids=token.reshape(1, 1), past_key_values=out.past_key_values, use_cache=True)
+        out = model(input_ids=token.reshape(1, 1), use_cache=True, **{cache: out.past_key_values})
         if cuda:
             torch.cuda.synchronize()
         if times is not None:

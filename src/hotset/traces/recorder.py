@@ -22,7 +22,7 @@ from torch import nn
 from hotset.core import DECODE, PREFILL, Trace
 from hotset.errors import ModelError, TraceError
 from hotset.models.checkpoint import Checkpoint, resolve_model_folder
-from hotset.models.experts import find_expert_layers, interface_implementation
+from hotset.models.experts import find_expert_layers, interface_implementation, model_class_of
 from hotset.traces.documents import Document
 from hotset.traces.writer import DEFAULT_SHARD_BYTES, TraceWriter, prepare_folder
 
@@ -124,10 +124,11 @@ def record(
 
 def load_plain(folder: Path, *, device: str = "auto", dtype: str | torch.dtype = "auto") -> tuple[Any, Any]:
     """(model, tokenizer) by Transformers' own loading, experts and all on one device."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        # by the class that the checkpoint names: a multimodal model has no causal language model class
+        model: Any = model_class_of(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as problem:
         raise ModelError(f"{folder}: Transformers cannot load it: {str(problem).strip().splitlines()[0]}") from None

@@ -17,18 +17,31 @@ def _uniform(state):  # type: ignore[no-untyped-def]
     return float(z >> np.uint64(11)) / 9007199254740992.0
 
 
+GUIDE = 1024
+"""Entries of a guide table: where to start looking in the cumulative sums (Chen and Asau 1974)."""
+
+
 @njit(cache=True, nogil=True)
-def _draw(cumulative, u):  # type: ignore[no-untyped-def]
+def _guide(cumulative):  # type: ignore[no-untyped-def]
+    """[GUIDE] for each g, the first index whose cumulative share exceeds g / GUIDE."""
+    guide = np.empty(GUIDE, np.int64)
+    at, last = 0, len(cumulative) - 1
+    for g in range(GUIDE):
+        while at < last and cumulative[at] <= (g / GUIDE) * cumulative[last]:
+            at += 1
+        guide[g] = at
+    return guide
+
+
+@njit(cache=True, nogil=True)
+def _draw(cumulative, guide, u):  # type: ignore[no-untyped-def]
     """Index whose share of the cumulative sums u falls in."""
-    low, high = 0, len(cumulative) - 1
-    target = u * cumulative[high]
-    while low < high:
-        middle = (low + high) // 2
-        if cumulative[middle] > target:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    last = len(cumulative) - 1
+    target = u * cumulative[last]
+    at = guide[int(u * GUIDE)]
+    while at < last and cumulative[at] <= target:
+        at += 1
+    return at
 
 
 @njit(cache=True, nogil=True)
@@ -41,15 +54,22 @@ def draw_picks(ids, domain, taste, popularity, members, affinity, seed):  # type
     state[0] = seed
     num_tokens, top_k = ids.shape
     num_experts = len(popularity)
+    taste_guide = np.empty((len(taste), GUIDE), np.int64)
+    for d in range(len(taste)):
+        taste_guide[d] = _guide(taste[d])
+    member_guide = np.empty((len(members), GUIDE), np.int64)
+    for c in range(len(members)):
+        member_guide[c] = _guide(members[c])
+    popular_guide = _guide(popularity)
     taken = np.full(num_experts, -1, np.int64)
     for token in range(num_tokens):
-        community = _draw(taste[domain[token]], _uniform(state))
+        community = _draw(taste[domain[token]], taste_guide[domain[token]], _uniform(state))
         k = tries = 0
         while k < top_k:
             if tries < 8 * top_k and _uniform(state) < affinity:
-                expert = _draw(members[community], _uniform(state))
+                expert = _draw(members[community], member_guide[community], _uniform(state))
             elif tries < 32 * top_k:
-                expert = _draw(popularity, _uniform(state))
+                expert = _draw(popularity, popular_guide, _uniform(state))
             else:
                 expert = int(_uniform(state) * num_experts)  # extreme skew with K near E: finish evenly
             tries += 1

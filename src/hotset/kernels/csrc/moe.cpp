@@ -1,19 +1,20 @@
 // Routed experts of one layer on the host: [T, H] tokens and their picks in, [T, H] (or each pick's own row) out.
 //
-// Packed layout of a matrix [N, K]: rows in panels of 64 = 4 blocks of 16; a block is one stream of 64-byte words, word
-// i holding bytes 4i..4i+3 of its 16 rows. A panel is read as four interleaved streams with prefetch, every word is
-// used for all tokens of the expert at hand, and nothing is ever summed across lanes: lane r is row r. Panels of a
-// gated first matrix hold 32 gate rows and the 32 up rows that meet them, so a task ends with 32 finished activations.
+// Packed layout of a matrix [N, K]: rows in panels of 64 = 4 blocks of 16; a block is a run of 64-byte words, word i
+// holding bytes 4i..4i+3 of its 16 rows. Four streams hold a matrix: stream r is block r of panel 0, of panel 1, and so
+// on, so that a thread that computes panels one after the other reads four long streams, which is what memory likes.
+// Every word is used for all tokens of the expert at hand, and nothing is ever summed across lanes: lane r is row r.
+// Panels of a gated first matrix hold 32 gate rows and the 32 up rows that meet them, so a panel ends with 32 finished
+// activations.
 //
 // What a token's result is does not depend on threads, on other tokens, or on which experts are present: each output
 // row of each pick is one chain of operations in one order, and picks are combined in the order of the router.
 //
 // Does not know: where weights come from, how scales were checked, Python.
 
+#include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
-#include <new>
 
 #include "pool.h"
 #include "simd.h"
@@ -22,8 +23,9 @@ namespace {
 
 constexpr int kLanes = 16, kBlocks = 4, kPanel = kLanes * kBlocks;
 constexpr int kStep = 32;      // k's per step: the group of quantised activations; K is padded to it
-constexpr int kChunkK = 2048;  // k's of a panel used for all token tiles before going on: 128 KiB of bfloat16, for the L2 cache
-constexpr int kPrefetch = 1024;
+// k's of a panel used for all token tiles before going on: 256 KiB of bfloat16, for the L2 cache
+constexpr int kChunkK = 2048;
+constexpr int kPrefetch = 256;  // bytes ahead in each stream: the best of 192 to 4096 on Zen 4 (2048 costs a fifth)
 
 enum Format : int32_t { kF32, kF16, kBF16, kI8, kI4, kMXFP4, kF8, kFormats };
 enum Number : int32_t { kNoNumber, kFloat32, kFloat16, kBFloat16, kE8M0 };
@@ -87,7 +89,8 @@ struct F16 {
         f32x16 even, odd;
     };
     INLINE Wide widen(u32x16 w) {
-        return {from_f16(__builtin_convertvector(w & 0xffff, u16x16)), from_f16(__builtin_convertvector(w >> 16, u16x16))};
+        return {from_f16(__builtin_convertvector(w & 0xffff, u16x16)),
+                from_f16(__builtin_convertvector(w >> 16, u16x16))};
     }
     INLINE f32x16 dot(f32x16 sum, const Wide& w, const uint8_t* a) {
         return fma(w.odd, splat(load<float>(a + 4)), fma(w.even, splat(load<float>(a)), sum));
@@ -103,11 +106,13 @@ struct BF16 {
 struct F8 {
     static constexpr int kKs = 4, kBytes = 8;
     static constexpr bool kInteger = false, kScaled = true;
-    using Sum = f32x16;
+    struct Sum {  // two chains: one would wait for its own sixteen products
+        f32x16 even, odd;
+    };
     using Wide = Fp8Words;
     INLINE Wide widen(u32x16 w) { return Fp8Words::of(w); }
-    INLINE f32x16 dot(f32x16 sum, const Wide& w, const uint8_t* a) {
-        return Fp8Words::dot(sum, w, load<uint32_t>(a), load<uint32_t>(a + 4));
+    INLINE Sum dot(Sum sum, const Wide& w, const uint8_t* a) {
+        return {Fp8Words::dot_even(sum.even, w, load<uint32_t>(a)), Fp8Words::dot_odd(sum.odd, w, load<uint32_t>(a + 4))};
     }
 };
 struct I8 {  // stored with the sign bit flipped: byte = weight + 128
@@ -217,7 +222,7 @@ struct Matrix {
     const uint8_t* scales;  // [panel][group][64], or one group per panel where scales are per row
     const float* bias;      // [panel][64], or null
     int64_t kp;             // padded K
-    int64_t panel_bytes, panel_scale_bytes;
+    int64_t block_bytes, stream_bytes, panel_scale_bytes;
     int32_t scale_number;
     int32_t group_steps;  // steps that share a scale
 };
@@ -228,8 +233,8 @@ struct Matrix {
 template <class F, int NT>
 void panel_times(const Matrix& m, int64_t panel, int64_t first, int64_t last, const uint8_t* tile, float* out) {
     constexpr int kWords = kStep / F::kKs;
-    const int64_t stride = m.kp / F::kKs * 64;
-    const uint8_t* data = m.data + panel * m.panel_bytes + first * kWords * 64;
+    const int64_t stride = m.stream_bytes;
+    const uint8_t* data = m.data + panel * m.block_bytes + first * kWords * 64;
     const uint8_t* a = tile + first * NT * kTokenBytes<F>;
 
     if constexpr (!F::kScaled) {
@@ -263,7 +268,7 @@ void panel_times(const Matrix& m, int64_t panel, int64_t first, int64_t last, co
                 if constexpr (F::kInteger) {
                     EACH(t) sum[t] = i32x16{} + step_scale<F>(a, NT, t)->start;
                 } else {
-                    EACH(t) sum[t] = f32x16{};
+                    EACH(t) sum[t] = typename F::Sum{};
                 }
                 UNROLL_WORDS for (int word = 0; word < kWords; word++) {
                     __builtin_prefetch(from + word * 64 + kPrefetch);
@@ -276,7 +281,7 @@ void panel_times(const Matrix& m, int64_t panel, int64_t first, int64_t last, co
                     if constexpr (F::kInteger) {
                         part = __builtin_convertvector(sum[t], f32x16) * step_scale<F>(a, NT, t)->scale;
                     } else {
-                        part = sum[t];
+                        part = sum[t].even + sum[t].odd;
                     }
                     store(to, fma(part, scale, load<f32x16>(to)));
                 }
@@ -308,7 +313,8 @@ struct Tile {
 };
 
 template <class F>
-void tile_times(const Tile& tile, const Matrix& m, int64_t panel, int64_t first, int64_t last, const uint8_t* a, float* out) {
+void tile_times(const Tile& tile, const Matrix& m, int64_t panel, int64_t first, int64_t last, const uint8_t* a,
+                float* out) {
     switch (tile.size) {
         case 1: return panel_times<F, 1>(m, panel, first, last, a, out);
         case 2: return panel_times<F, 2>(m, panel, first, last, a, out);
@@ -324,7 +330,8 @@ void tile_times(const Tile& tile, const Matrix& m, int64_t panel, int64_t first,
 // out[i][64] = panel times row i, plus bias, for all rows of `count` tiles; inner: base of the tiles' activations, or
 // null for tokens.
 template <class F>
-void panel_times_tiles(const Matrix& m, int64_t panel, const Tile* tiles, int64_t count, const uint8_t* inner, float* out) {
+void panel_times_tiles(const Matrix& m, int64_t panel, const Tile* tiles, int64_t count, const uint8_t* inner,
+                       float* out) {
     const int64_t begin = tiles[0].begin, rows = tiles[count - 1].begin + tiles[count - 1].size - begin;
     std::memset(out, 0, rows * kPanel * sizeof(float));
     const int64_t steps = m.kp / kStep, chunk = count > 1 ? kChunkK / kStep : steps;
@@ -429,8 +436,10 @@ struct Job {
     uint8_t* token_rows;   // [T] tiles of one
     uint8_t* token_tiles;
     uint8_t* inner_tiles;
-    uint8_t* slots;  // per thread: sums [padded rows][64]
-    int64_t token_row_bytes, slot_bytes;
+    uint8_t* slots;  // per thread: sums [panels of a task][padded rows][64]
+    int64_t token_row_bytes, slot_bytes, padded;
+    int64_t h_run, out_run;  // panels of a task, one after the other
+    int64_t h_tasks, out_tasks;  // h_tasks: of one expert
 };
 
 int64_t read_id(const HotsetCall& c, int64_t i) {
@@ -444,7 +453,7 @@ int64_t words_of(int32_t format) {
     return ks[format];
 }
 
-Matrix matrix(const HotsetLayer& l, const uint8_t* expert, bool second, int64_t kp) {
+Matrix matrix(const HotsetLayer& l, const uint8_t* expert, bool second, int64_t kp, int64_t panels) {
     int64_t scales = second ? l.second_scales : l.first_scales, bias = second ? l.second_bias : l.first_bias;
     int64_t group = second ? l.second_group_steps : l.first_group_steps;
     Matrix m;
@@ -452,11 +461,81 @@ Matrix matrix(const HotsetLayer& l, const uint8_t* expert, bool second, int64_t 
     m.scales = scales < 0 ? nullptr : expert + scales;
     m.bias = bias < 0 ? nullptr : (const float*)(expert + bias);
     m.kp = kp;
-    m.panel_bytes = kp / words_of(l.format) * 64 * kBlocks;
+    m.block_bytes = kp / words_of(l.format) * 64;
+    m.stream_bytes = panels * m.block_bytes;
     m.panel_scale_bytes = ((kp / kStep + group - 1) / group) * kPanel * size_of(l.scale_number);
     m.scale_number = l.scale_number;
     m.group_steps = (int32_t)group;
     return m;
+}
+
+// Sums of one panel of the first matrix become activations of the second.
+template <class F>
+void finish_inner(const Job& j, int64_t panel, const Tile* tiles, int64_t num_tiles, float* sums) {
+    const HotsetLayer& l = *j.layer;
+    const int made = l.gated ? kPanel / 2 : kPanel;
+    for (const Tile* tile = tiles; tile < tiles + num_tiles; tile++)
+        for (int64_t t = 0; t < tile->count; t++) {
+            float* s = sums + (tile->begin - tiles->begin + t) * kPanel;
+            for (int b = 0; b < made; b += kLanes) {
+                f32x16 x = load<f32x16>(s + b);
+                if (l.gated) {
+                    f32x16 up = load<f32x16>(s + kPanel / 2 + b), limit = splat(l.limit);
+                    x = select((i32x16)(x > limit), limit, x);
+                    up = select((i32x16)(up > limit), limit, up);
+                    up = select((i32x16)(up < -limit), -limit, up);
+                    x = activate(x, l.activation, l.alpha) * (up + l.up_offset);
+                } else {
+                    x = activate(x, l.activation, l.alpha);
+                }
+                const int64_t row = panel * made + b;
+                // rows past F meet weights of zero, but infinity times zero would not be zero
+                if (row + kLanes > l.intermediate)
+                    for (int q = 0; q < kLanes; q++)
+                        if (row + q >= l.intermediate) x[q] = 0.0f;
+                store(s + b, x);
+            }
+            uint8_t* inner = j.inner_tiles + tile->begin * (j.fp / kStep) * kTokenBytes<F>;
+            for (int b = 0; b < made; b += kStep) {
+                const int64_t step = (panel * made + b) / kStep;
+                if (step < j.fp / kStep)
+                    prepare_step<F>(inner + step * tile->size * kTokenBytes<F>, tile->size, t, s + b);
+            }
+        }
+}
+
+// One panel of the output: the picks of each token in the router's order.
+void combine(const Job& j, int64_t panel, const float* sums) {
+    const HotsetCall& c = *j.call;
+    const int64_t K = c.top_k, H = j.layer->hidden, width = std::min<int64_t>(H - panel * kPanel, kPanel);
+    for (int64_t t = 0; t < j.num_tokens; t++) {
+        alignas(64) float total[kPanel] = {};
+        for (int64_t k = 0; k < K; k++) {
+            const int64_t pick = t * K + k, global = (j.first_token + t) * K + k;
+            const float* s = j.place[pick] < 0 ? nullptr : sums + j.place[pick] * kPanel;
+            if (c.picks) {
+                float* to = c.picks + global * H + panel * kPanel;
+                if (s) std::memcpy(to, s, width * sizeof(float));
+                else std::memset(to, 0, width * sizeof(float));
+            }
+            if (!c.out || !s) continue;
+            f32x16 weight = splat(load_number(c.weights + global * size_of(c.weights_number), c.weights_number));
+            for (int b = 0; b < kPanel; b += kLanes)
+                store(total + b, fma(weight, load<f32x16>(s + b), load<f32x16>(total + b)));
+        }
+        if (!c.out) continue;
+        const int bytes = size_of(c.out_number);
+        uint8_t* to = c.out + ((j.first_token + t) * H + panel * kPanel) * bytes;
+        if (width == kPanel) {
+            for (int b = 0; b < kPanel; b += kLanes)
+                store_numbers(to + b * bytes, c.out_number, load<f32x16>(total + b));
+        } else {
+            uint8_t full[kPanel * 4];
+            for (int b = 0; b < kPanel; b += kLanes)
+                store_numbers(full + b * bytes, c.out_number, load<f32x16>(total + b));
+            std::memcpy(to, full, width * bytes);
+        }
+    }
 }
 
 template <class F>
@@ -466,16 +545,17 @@ void run_task(void* opaque, int phase, int64_t task, int slot) {
     const HotsetCall& c = *j.call;
     const int64_t K = c.top_k, H = l.hidden;
     if (phase == 0) {  // one token into the form that the kernel wants
-        const uint8_t* token = c.tokens + (j.first_token + task) * H * size_of(c.tokens_number);
+        const int64_t number_bytes = size_of(c.tokens_number);
+        const uint8_t* token = c.tokens + (j.first_token + task) * H * number_bytes;
         uint8_t* row = j.token_rows + task * j.token_row_bytes;
         for (int64_t step = 0; step < j.hp / kStep; step++) {
             alignas(64) float x[kStep];
             for (int i = 0; i < kStep; i += 16) {
                 int64_t k = step * kStep + i;
-                if (k + 16 <= H) store(x + i, load_numbers(token + k * size_of(c.tokens_number), c.tokens_number));
+                if (k + 16 <= H) store(x + i, load_numbers(token + k * number_bytes, c.tokens_number));
                 else
                     for (int q = 0; q < 16; q++)
-                        x[i + q] = k + q < H ? load_number(token + (k + q) * size_of(c.tokens_number), c.tokens_number) : 0.0f;
+                        x[i + q] = k + q < H ? load_number(token + (k + q) * number_bytes, c.tokens_number) : 0.0f;
             }
             prepare_step<F>(row + step * kTokenBytes<F>, 1, 0, x);
         }
@@ -489,78 +569,36 @@ void run_task(void* opaque, int phase, int64_t task, int slot) {
             const uint8_t* from = j.token_rows + j.order[tile.begin + t] / K * j.token_row_bytes;
             for (int64_t step = 0; step < j.hp / kStep; step++) {
                 std::memcpy(to + step * block + t * values, from + step * kTokenBytes<F>, values);
-                if (F::kInteger) *step_scale<F>(to + step * block, tile.size, t) = *step_scale<F>(from + step * kTokenBytes<F>, 1, 0);
+                if constexpr (F::kInteger)
+                    *step_scale<F>(to + step * block, tile.size, t) =
+                        *step_scale<F>(from + step * kTokenBytes<F>, 1, 0);
             }
         }
         return;
     }
     float* sums = (float*)(j.slots + slot * j.slot_bytes);
-    if (phase == 2) {  // 64 rows of the first matrix of one expert, for all its tokens
-        const Group& g = j.groups[task / j.h_panels];
+    if (phase == 2) {  // some panels of the first matrix of one expert, for all its tokens
+        const Group& g = j.groups[task / j.h_tasks];
         const Tile* tiles = j.tiles + g.first_tile;
-        const int64_t panel = task % j.h_panels;
-        panel_times_tiles<F>(matrix(l, c.experts[g.expert], false, j.hp), panel, tiles, g.num_tiles, nullptr, sums);
-        const int made = l.gated ? kPanel / 2 : kPanel;
-        for (const Tile* tile = tiles; tile < tiles + g.num_tiles; tile++)
-            for (int64_t t = 0; t < tile->count; t++) {
-                float* s = sums + (tile->begin - tiles->begin + t) * kPanel;
-                for (int b = 0; b < made; b += kLanes) {
-                    f32x16 x = load<f32x16>(s + b);
-                    if (l.gated) {
-                        f32x16 up = load<f32x16>(s + kPanel / 2 + b), limit = splat(l.limit);
-                        x = select((i32x16)(x > limit), limit, x);
-                        up = select((i32x16)(up > limit), limit, up);
-                        up = select((i32x16)(up < -limit), -limit, up);
-                        x = activate(x, l.activation, l.alpha) * (up + l.up_offset);
-                    } else {
-                        x = activate(x, l.activation, l.alpha);
-                    }
-                    const int64_t row = panel * made + b;  // rows past F meet weights of zero, but inf * 0 would not be zero
-                    if (row + kLanes > l.intermediate)
-                        for (int q = 0; q < kLanes; q++)
-                            if (row + q >= l.intermediate) x[q] = 0.0f;
-                    store(s + b, x);
-                }
-                uint8_t* inner = j.inner_tiles + tile->begin * (j.fp / kStep) * kTokenBytes<F>;
-                for (int b = 0; b < made; b += kStep) {
-                    const int64_t step = (panel * made + b) / kStep;
-                    if (step < j.fp / kStep) prepare_step<F>(inner + step * tile->size * kTokenBytes<F>, tile->size, t, s + b);
-                }
-            }
+        const Matrix m = matrix(l, c.experts[g.expert], false, j.hp, j.h_panels);
+        const int64_t first = task % j.h_tasks * j.h_run, last = std::min(first + j.h_run, j.h_panels);
+        for (int64_t panel = first; panel < last; panel++) {
+            panel_times_tiles<F>(m, panel, tiles, g.num_tiles, nullptr, sums);
+            finish_inner<F>(j, panel, tiles, g.num_tiles, sums);
+        }
         return;
     }
-    // 64 rows of the output: every expert's share, then the picks of each token in the router's order
-    const int64_t width = H - task * kPanel < kPanel ? H - task * kPanel : kPanel;
+    // some panels of the output: every expert's share, then the picks of each token in the router's order
+    const int64_t first = task * j.out_run, last = std::min(first + j.out_run, j.out_panels);
     for (int64_t n = 0; n < j.num_groups; n++) {
         const Group& g = j.groups[n];
         const Tile* tiles = j.tiles + g.first_tile;
-        panel_times_tiles<F>(matrix(l, c.experts[g.expert], true, j.fp), task, tiles, g.num_tiles, j.inner_tiles, sums + tiles->begin * kPanel);
+        const Matrix m = matrix(l, c.experts[g.expert], true, j.fp, j.out_panels);
+        for (int64_t panel = first; panel < last; panel++)
+            panel_times_tiles<F>(m, panel, tiles, g.num_tiles, j.inner_tiles,
+                                 sums + ((panel - first) * j.padded + tiles->begin) * kPanel);
     }
-    for (int64_t t = 0; t < j.num_tokens; t++) {
-        alignas(64) float total[kPanel] = {};
-        for (int64_t k = 0; k < K; k++) {
-            const int64_t pick = t * K + k, global = (j.first_token + t) * K + k;
-            const float* s = j.place[pick] < 0 ? nullptr : sums + j.place[pick] * kPanel;
-            if (c.picks) {
-                float* to = c.picks + global * H + task * kPanel;
-                if (s) std::memcpy(to, s, width * sizeof(float));
-                else std::memset(to, 0, width * sizeof(float));
-            }
-            if (!c.out || !s) continue;
-            f32x16 weight = splat(load_number(c.weights + global * size_of(c.weights_number), c.weights_number));
-            for (int b = 0; b < kPanel; b += kLanes) store(total + b, fma(weight, load<f32x16>(s + b), load<f32x16>(total + b)));
-        }
-        if (!c.out) continue;
-        const int bytes = size_of(c.out_number);
-        uint8_t* to = c.out + ((j.first_token + t) * H + task * kPanel) * bytes;
-        if (width == kPanel) {
-            for (int b = 0; b < kPanel; b += kLanes) store_numbers(to + b * bytes, c.out_number, load<f32x16>(total + b));
-        } else {
-            uint8_t full[kPanel * 4];
-            for (int b = 0; b < kPanel; b += kLanes) store_numbers(full + b * bytes, c.out_number, load<f32x16>(total + b));
-            std::memcpy(to, full, width * bytes);
-        }
-    }
+    for (int64_t panel = first; panel < last; panel++) combine(j, panel, sums + (panel - first) * j.padded * kPanel);
 }
 
 // Cuts a scratch buffer into parts on multiples of 64 bytes.
@@ -592,6 +630,10 @@ int32_t run_layer(const HotsetLayer& l, const HotsetCall& c) {
     const int64_t K = c.top_k, most = c.num_tokens < kMaxTokens ? c.num_tokens : kMaxTokens, picks = most * K;
     const int64_t most_groups = picks < l.num_experts ? picks : l.num_experts, padded = picks + most_groups;
     const int threads = c.threads > 0 ? c.threads : 1;
+    // few tokens: runs of panels as long as four tasks per thread allow; many: one panel, whose sums stay in the cache
+    j.out_run = most <= 8 ? std::max<int64_t>(1, j.out_panels / (4 * threads)) : 1;
+    j.out_tasks = (j.out_panels + j.out_run - 1) / j.out_run;
+    j.padded = padded;
 
     uint8_t* start_of_scratch = scratch.data;
     int64_t* next = nullptr;
@@ -609,7 +651,7 @@ int32_t run_layer(const HotsetLayer& l, const HotsetCall& c) {
         j.token_rows = cutter.take<uint8_t>(most * j.token_row_bytes);
         j.token_tiles = cutter.take<uint8_t>(padded * j.token_row_bytes);
         j.inner_tiles = cutter.take<uint8_t>(padded * inner_row_bytes);
-        j.slot_bytes = (padded * kPanel * (int64_t)sizeof(float) + 63) / 64 * 64 + 64;
+        j.slot_bytes = (j.out_run * padded * kPanel * (int64_t)sizeof(float) + 63) / 64 * 64 + 64;
         j.slots = cutter.take<uint8_t>(threads * j.slot_bytes);
         return (size_t)(cutter.at - base);
     };
@@ -658,7 +700,9 @@ int32_t run_layer(const HotsetLayer& l, const HotsetCall& c) {
         }
         for (int64_t i = 0; i < num_tiles; i++)
             if (tiles[i].size == 1) tiles[i].tokens = j.token_rows + order[tiles[i].begin] / K * j.token_row_bytes;
-        const int64_t tasks[4] = {j.num_groups ? j.num_tokens : 0, num_gathered, j.num_groups * j.h_panels, j.out_panels};
+        j.h_run = std::clamp<int64_t>(j.num_groups * j.h_panels / (8 * threads), 1, j.h_panels);
+        j.h_tasks = (j.h_panels + j.h_run - 1) / j.h_run;
+        const int64_t tasks[4] = {j.num_groups ? j.num_tokens : 0, num_gathered, j.num_groups * j.h_tasks, j.out_tasks};
         pool.run(&j, run_task<F>, 4, tasks, threads);
     }
     return kOk;
@@ -687,15 +731,19 @@ int32_t hotset_moe(const HotsetLayer* layer, HotsetCall* call) {
     }
 }
 
+// Where block r of panel p lies: all panels' blocks r follow each other.
+static int64_t place_of(int64_t block, int64_t panels) { return block % kBlocks * panels + block / kBlocks; }
+
 // Packs rows into panels. source_row: [panels * 64] row of the source, or -1 for padding. row_bytes: bytes of one row
 // of K elements; row_stride, k_stride in bytes; element: bytes that k_stride steps over (1 where several k's share a
 // byte). flip is xored into every word; what the source does not have becomes zero (before the flip nothing: such k's
 // meet activations of zero).
-void hotset_pack(uint8_t* packed, const uint8_t* source, const int32_t* source_row, int64_t panels, int64_t packed_words, int64_t row_bytes,
-                 int64_t row_stride, int64_t k_stride, int64_t element, uint32_t flip) {
+void hotset_pack(uint8_t* packed, const uint8_t* source, const int32_t* source_row, int64_t panels,
+                 int64_t packed_words, int64_t row_bytes, int64_t row_stride, int64_t k_stride,
+                 int64_t element, uint32_t flip) {
     const bool dense = k_stride == element;
     for (int64_t block = 0; block < panels * kBlocks; block++) {
-        uint8_t* to = packed + block * packed_words * 64;
+        uint8_t* to = packed + place_of(block, panels) * packed_words * 64;
         const int32_t* rows = source_row + block * kLanes;
         for (int64_t word = 0; word < packed_words; word++, to += 64)
             for (int r = 0; r < kLanes; r++) {
@@ -716,10 +764,10 @@ void hotset_pack(uint8_t* packed, const uint8_t* source, const int32_t* source_r
 }
 
 // The inverse: rows of [row_bytes] contiguous bytes.
-void hotset_unpack(uint8_t* rows_out, const uint8_t* packed, const int32_t* source_row, int64_t panels, int64_t packed_words, int64_t row_bytes,
-                   uint32_t flip) {
+void hotset_unpack(uint8_t* rows_out, const uint8_t* packed, const int32_t* source_row, int64_t panels,
+                   int64_t packed_words, int64_t row_bytes, uint32_t flip) {
     for (int64_t block = 0; block < panels * kBlocks; block++) {
-        const uint8_t* from = packed + block * packed_words * 64;
+        const uint8_t* from = packed + place_of(block, panels) * packed_words * 64;
         const int32_t* rows = source_row + block * kLanes;
         for (int64_t word = 0; word * 4 < row_bytes; word++)
             for (int r = 0; r < kLanes; r++) {
@@ -781,7 +829,8 @@ void read_task(void* opaque, int, int64_t task, int slot) {
 extern "C" {
 
 // Reads `bytes` once with 1, 4, 8 or 16 interleaved streams per thread. The result depends on every byte.
-uint64_t hotset_read(const uint8_t* data, int64_t bytes, int32_t streams, int64_t piece, int32_t ahead, int32_t threads) {
+uint64_t hotset_read(const uint8_t* data, int64_t bytes, int32_t streams, int64_t piece, int32_t ahead,
+                     int32_t threads) {
     static Stream s;
     Pool& pool = Pool::instance();
     std::lock_guard<std::mutex> hold(pool.gate());

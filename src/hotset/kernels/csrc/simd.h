@@ -206,9 +206,8 @@ struct Fp8Words {
         __m512i odd = _mm512_ternarylogic_epi64(upper, top, _mm512_srli_epi16(bottom, 8), 0xca);
         return {(u32x16)even, (u32x16)odd};
     }
-    INLINE f32x16 dot(f32x16 sum, const Fp8Words& w, uint32_t a02, uint32_t a13) {
-        return dot_bf16(dot_bf16(sum, w.even, a02), w.odd, a13);
-    }
+    INLINE f32x16 dot_even(f32x16 sum, const Fp8Words& w, uint32_t a02) { return dot_bf16(sum, w.even, a02); }
+    INLINE f32x16 dot_odd(f32x16 sum, const Fp8Words& w, uint32_t a13) { return dot_bf16(sum, w.odd, a13); }
 };
 #else
 struct Fp8Words {
@@ -222,9 +221,11 @@ struct Fp8Words {
         }
         return out;
     }
-    INLINE f32x16 dot(f32x16 sum, const Fp8Words& w, uint32_t a02, uint32_t a13) {
+    INLINE f32x16 dot_even(f32x16 sum, const Fp8Words& w, uint32_t a02) {
         sum = fma(w.value[0], splat(as_float(a02 << 16)), sum);
-        sum = fma(w.value[2], splat(as_float(a02 & 0xffff0000u)), sum);
+        return fma(w.value[2], splat(as_float(a02 & 0xffff0000u)), sum);
+    }
+    INLINE f32x16 dot_odd(f32x16 sum, const Fp8Words& w, uint32_t a13) {
         sum = fma(w.value[1], splat(as_float(a13 << 16)), sum);
         return fma(w.value[3], splat(as_float(a13 & 0xffff0000u)), sum);
     }

@@ -8,6 +8,7 @@ multiple-choice knapsack over what the layers offer. The bound comes from `hotse
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,12 +26,16 @@ ENUMERATED_EXPERTS = 16
 """Layers of up to this many experts are solved by looking at every subset."""
 PAIRS_FROM_GAP = 1e-4
 """With a gap above this, the pair bound is looked at."""
-SHARPEN_FROM_GAP = 5e-3
+SHARPEN_FROM_GAP = 1e-2
 """With a gap above this, the pair bound is sharpened, as long as `_SHARPEN_WORK` lasts."""
-_SHARPEN_WORK = 10_000_000_000
+_SHARPEN_TIMES = 2
+"""How often one number of experts of one layer is sharpened, each time in thrice as many rounds."""
+_SHARPEN_WORK = 3_000_000_000
 """About nanoseconds, over all layers and budgets of one problem."""
 _LARGE_LAYER = 1_000_000
-"""Picks in distinct sets from which on a layer gets fewer sweeps and no polish of every size."""
+"""Picks in distinct sets from which on a layer gets fewer sweeps and swaps."""
+_POLISH_WORK = 30_000_000
+"""Candidates times picks in distinct sets up to which every candidate of a layer is polished, not only those taken."""
 _PAIR_WORK = 100_000_000
 """Pairs in distinct sets over all layers up to which the pair bound is computed."""
 
@@ -123,19 +128,20 @@ class Prepared:
             return bound
         if self._work[0].pairs is None:
             on_threads(_use_pairs, self._work)
-            bound, numbers = min(bound, self._knapsack_bound(budget)[0]), self._knapsack_bound(budget)[1]
-        asked: set[tuple[int, int]] = set()
+            now, numbers = self._knapsack_bound(budget)
+            bound = min(bound, now)
+        asked: Counter[tuple[int, int]] = Counter()
         while bound > score * (1 + SHARPEN_FROM_GAP) and self._sharpen_work > 0:
             # the bound is a placement of numbers of experts: sharpen each layer that is neither whole nor empty there
             todo = [
                 (row, int(n))
                 for row, n in enumerate(numbers)
-                if 1 < n < self._problem.shape[1] and (row, int(n)) not in asked
+                if 1 < n < self._problem.shape[1] and asked[row, int(n)] < _SHARPEN_TIMES
             ]
             if not todo:
                 break
             asked.update(todo)
-            self._sharpen_work -= sum(on_threads(self._sharpen, todo))
+            self._sharpen_work -= sum(on_threads(lambda item: self._sharpen(*item, 150 * 3 ** (asked[item] - 1)), todo))
             now, numbers = self._knapsack_bound(budget)
             bound = min(bound, now)
         return bound
@@ -148,10 +154,9 @@ class Prepared:
         bound, taken = answer
         return bound * (1 + 1e-12), np.array([o[2][i] for o, i in zip(options, taken, strict=True)])
 
-    def _sharpen(self, item: tuple[int, int]) -> int:
+    def _sharpen(self, row: int, n: int, rounds: int) -> int:
         """Tighten one layer around a number of experts; returns the work that took."""
-        row, n = item
-        work, rounds = self._work[row], 150
+        work = self._work[row]
         assert work.pairs is not None
         work.upper = np.minimum(work.upper, work.pairs.sharpen(n, rounds=rounds))
         return int(rounds * work.pairs.steps_per_round)
@@ -166,7 +171,7 @@ def _prepare(problem: Problem, row: int, exact: bool) -> _Work:
         candidates = _every_subset(layer, fewest, most)
     else:
         candidates = _chains(problem, layer, row, load, fewest, most)
-        if not large:
+        if len(candidates.sizes) * layer.sets.size <= _POLISH_WORK:
             _polish(layer, candidates, fewest, most)
     least = np.append(0, np.cumsum(np.sort(layer.size)))
     return _Work(layer, fewest, most, candidates, load, exact, bound_by_loads(load), least)
