@@ -70,7 +70,7 @@ def test_sizes_fingerprint_and_layer_numbers_come_from_the_model(folder: Path, t
     model_type = trace.metadata["model_type"]
     assert trace.layer_ids.tolist() == ([0, 2] if model_type == "qwen3_moe" else [0, 1, 2])
     # float32 keys and values of 2 heads of 8 in 3 layers
-    assert trace.metadata["kv_cache_bytes_per_token"] == 2 * 2 * 8 * 4 * 3
+    assert trace.metadata["kv_bytes_per_token"] == 2 * 2 * 8 * 4 * 3
 
 
 def test_gate_weights_are_kept_as_the_model_used_them_unless_told_not_to(folder: Path, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class Trace:
     """[T] the tokens themselves, only where the user asked to keep them."""
     model_fingerprint: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Free, JSON-able. Known keys: model, model_type, non_expert_bytes, sequence_source [N]."""
+    """Free, JSON-able. Known keys: model, model_type, non_expert_bytes, kv_bytes_per_token, sequence_source [N]."""
 
     @staticmethod
     def from_arrays(

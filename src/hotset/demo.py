@@ -1,6 +1,6 @@
 """The whole road on a small real model: record, plan, run, compare. What `hotset demo` shows.
 
-Uses the model, the held-out texts and the prompts of the source tree's `demo/` folder; both were made by `demo/train.py`.
+Uses the model, the held-out texts and the prompts of the source tree's `demo/` folder (see `demo/train.py`).
 """
 
 from __future__ import annotations

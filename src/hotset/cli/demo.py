@@ -13,7 +13,9 @@ from hotset.cli.common import JSON_HELP, console, note, print_json, quiet_transf
 def register(app: typer.Typer) -> None:
     @app.command()
     def demo(
-        folder: Path = typer.Argument(None, help="Folder with model/, heldout/ and prompts/ in it; default: the source tree's."),
+        folder: Path = typer.Argument(
+            None, help="Folder with model/, heldout/ and prompts/ in it; default: the source tree's."
+        ),
         as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
     ) -> None:
         """Record, plan and run the demo model, its experts split between two memories, and compare the text."""

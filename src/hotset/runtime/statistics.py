@@ -25,10 +25,11 @@ class PhaseStatistics:
     def count(self, slots: NDArray[np.int32], valid: NDArray[np.bool_]) -> None:
         """Add one layer's call: slots [T, K] of the picks (-1 = not in the arena), valid [T, K] = a real pick."""
         hit = (slots >= 0) & valid
-        self.routed_tokens += len(slots)
+        routed = valid.any(axis=1)  # a token that the layer did not route counts nowhere
+        self.routed_tokens += int(routed.sum())
         self.picks += int(valid.sum())
         self.hits += int(hit.sum())
-        self.resident_tokens += int((hit | ~valid).all(axis=1).sum())
+        self.resident_tokens += int(((hit | ~valid).all(axis=1) & routed).sum())
 
     @property
     def hit_rate(self) -> float | None:

@@ -397,7 +397,7 @@ def _metadata(model: Any, name: str, recorder: RoutingRecorder, generate: Genera
         metadata["non_expert_bytes"] = int(total - recorder.expert_bytes.sum())
     kv = _kv_cache_bytes_per_token(model, recorder)
     if kv is not None:
-        metadata["kv_cache_bytes_per_token"] = kv
+        metadata["kv_bytes_per_token"] = kv
     return metadata
 
 
