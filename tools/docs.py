@@ -7,10 +7,11 @@ In a Markdown file, a block
     ...
     ```
 
-holds the stdout of that command (and its stderr where the line says `run+stderr:`), run from one scratch folder in
-which `demo` is the source tree's. A block `<!-- hidden: ... -->` runs a command and shows nothing. `--check` runs them
-all again and compares: the words must be the same, and numbers within 10 % of each other, except those that a
-machine's speed decides (tokens/s, seconds, peak memory) and the cells of heat maps, which rounding may shift.
+holds the stdout of that command, run from one scratch folder in which `demo` is the source tree's. A block
+`<!-- sample: ... -->` holds stdout and stderr of a command whose text another processor's rounding may change: it must
+run. A block `<!-- hidden: ... -->` runs a command and shows nothing. `--check` runs them all again and compares: the
+words must be the same, and numbers within 10 % or 1 of each other, except those that a machine's speed decides
+(tokens/s, seconds, peak memory), text that a model wrote, and the cells of heat maps, which rounding may shift.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"<!-- (run|run\+stderr|hidden): (.+?) -->\n(?:```text\n(.*?)```\n)?", re.DOTALL)
+BLOCK = re.compile(r"<!-- (run|sample|hidden): (.+?) -->\n(?:```text\n(.*?)```\n)?", re.DOTALL)
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 SPEED = re.compile(r"tokens/s|second|peak| ms| us|GB/s|steps/s")
 HEAT_ROW = re.compile(r"^\s*\d+\s+[0-9A-J]{8,}(\s+\d+/\d+)?$")
+MODEL_TEXT = re.compile(r"""^ {4}['"]""")
 TOLERANCE = 0.10
 
 
@@ -45,7 +47,11 @@ def main() -> None:
             before = path.read_text(encoding="utf-8")
             after = BLOCK.sub(lambda match: render(match, Path(scratch)), before)
             shown = zip(BLOCK.finditer(before), BLOCK.finditer(after), strict=True)
-            differing = [old.group(2) for old, new in shown if not alike(old.group(3) or "", new.group(3) or "")]
+            if options.check:
+                shown = (pair for pair in shown if pair[0].group(1) == "run")
+                differing = [old.group(2) for old, new in shown if not alike(old.group(3) or "", new.group(3) or "")]
+            else:
+                differing = [old.group(2) for old, new in shown if old.group(3) != new.group(3)]
             if options.check:
                 stale += [f"{name}: {command}" for command in differing]
             elif differing:
@@ -68,7 +74,7 @@ def render(match: re.Match[str], folder: Path) -> str:
         sys.exit(f"{command!r} failed with exit code {done.returncode}:\n{done.stderr}")
     if kind == "hidden":
         return f"<!-- hidden: {command} -->\n"
-    text = done.stdout + (done.stderr if kind == "run+stderr" else "")
+    text = done.stdout + (done.stderr if kind == "sample" else "")
     lines = [line.rstrip() for line in text.strip("\n").splitlines()]
     return f"<!-- {kind}: {command} -->\n```text\n" + "\n".join(lines) + "\n```\n"
 
@@ -82,6 +88,8 @@ def alike(old: str, new: str) -> bool:
 def lines_alike(old: str, new: str) -> bool:
     if HEAT_ROW.match(old) and HEAT_ROW.match(new):
         return len(old) == len(new)
+    if MODEL_TEXT.match(old) and MODEL_TEXT.match(new):
+        return True
     words = [re.sub(r"[\s─]+", " ", NUMBER.sub("#", line)).strip() for line in (old, new)]
     if words[0] != words[1]:
         return False

@@ -38,10 +38,10 @@ def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
 
 
 def console() -> Console:
-    """Rich console on stdout; as wide as the terminal, or 100 columns into a pipe."""
+    """Rich console on stdout; as wide as the terminal, or 160 columns into a pipe."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 100, highlight=False, soft_wrap=False)
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, soft_wrap=False)
 
 
 def table(*columns: str, title: str | None = None) -> Table:
@@ -59,7 +59,7 @@ def stderr_console() -> Console:
     """Rich console on stderr, for progress and summaries beside data on stdout."""
     from rich.console import Console
 
-    return Console(stderr=True, width=None if sys.stderr.isatty() else 100, highlight=False)
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 160, highlight=False)
 
 
 @contextlib.contextmanager
