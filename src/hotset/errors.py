@@ -56,6 +56,10 @@ class ExpertNotOnHost(ResidencyError):
         return (type(self), (self.layer, self.expert, self.why))
 
 
+class ReportError(HotsetError, ValueError):
+    """A file given to a report is not the record that it should be."""
+
+
 class PolicyError(HotsetError, ValueError):
     """A policy or tracker got settings or observations that it cannot use."""
 
