@@ -3,7 +3,8 @@
 Plans on the first half of every text, measures on the second half. "exact" serves every miss on the host, and has the
 perplexity of the unmodified model. "all" sheds whatever is missing, over the limit or not: what a captured graph does.
 
-Texts: --texts, by default demo/heldout; model: --model, by default demo/model. --plot writes a picture.
+Texts: --texts, by default demo/heldout; model: --model, by default demo/model. --plot writes a picture, --output the
+record that `hotset report PLAN TRACE --shed-quality FILE.json` draws (`hotset.reports.shed_quality` states its format).
 With --trace (a trace with gate weights) no model runs: planned on two thirds of its documents, it shows how much gate
 mass the rest would drop and how many rows would still have to be served exactly.
 """
@@ -125,10 +126,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_384, help="tokens to measure on, for each point")
     parser.add_argument("--length", type=int, default=256, help="tokens of a window")
     parser.add_argument("--trace", type=Path, help="a recorded trace with gate weights, instead of a model")
-    parser.add_argument("--strategy", default="certified", help="as in `hotset plan` (default: %(default)s)")
+    parser.add_argument(
+        "--strategy", default="certified", help="as in `hotset plan`; several: a,b (default: %(default)s)"
+    )
     parser.add_argument("--markdown", action="store_true", help="end with the table that docs/shedding.md shows")
     parser.add_argument("--plot", type=Path, help="write the curves there (.svg or .png)")
+    parser.add_argument("--output", type=Path, help="write the record there (.json)")
     options = parser.parse_args()
+    strategies = options.strategy.split(",")
+    if len(strategies) > 1 and (options.trace or options.plot):
+        parser.error("--trace and --plot take one strategy")
+    if options.trace and options.output:
+        parser.error("--output needs a model: a trace has no perplexity")
     if options.trace:
         on_trace(options.trace, options.strategy, options.quick)
         return
@@ -138,7 +147,9 @@ def main() -> None:
 
     import hotset
     from hotset.ops import ShedPolicy
+    from hotset.reports.shed_quality import FORMAT
     from hotset.runtime.generation import load_tokenizer
+    from hotset.storage import write_json
     from hotset.traces.documents import Document
     from hotset.traces.recorder import load_plain, record
 
@@ -160,37 +171,53 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         halves = [Document(path.stem, text[: len(text) // 2]) for path, text in zip(paths, texts, strict=True)]
         trace = record(plain, halves, Path(scratch) / "trace", tokenizer=tokenizer, max_tokens=options.length)
-        plans = {share: hotset.plan(trace, fraction=share, strategy=options.strategy) for share in shares}
+        plans = {(s, share): hotset.plan(trace, fraction=share, strategy=s) for s in strategies for share in shares}
     print(f"unmodified model: {unmodified:.4f}\n")
     print(
-        f"{'resident':>8} {'keep_mass':>9} {'perplexity':>10} {'over exact':>10} {'mass dropped':>12} {'rows shed':>9} "
-        f"{'rows with a miss served exactly':>32}"
+        f"{'strategy':>9} {'resident':>8} {'keep_mass':>9} {'perplexity':>10} {'over exact':>10} {'mass dropped':>12} "
+        f"{'rows shed':>9} {'rows with a miss served exactly':>32}"
     )
     points: list[dict[str, Any]] = []
-    for share in shares:
-        shed = ShedExperts(plain, plans[share].gpu_experts_mask)
+    for (strategy, share), plan in plans.items():
+        shed = ShedExperts(plain, plan.gpu_experts_mask)
         exact = perplexity(plain, pieces, batch=8)
         assert exact == unmodified, f"the model without a policy has {exact}, not {unmodified}"
-        print(f"{share:>8.0%} {'exact':>9} {exact:>10.4f} {0:>10.2%} {0:>12.2%} {0:>9.2%}")
-        points.append({"share": share, "keep_mass": "exact", "perplexity": exact})
+        where = f"{strategy:>9} {share:>8.0%}"
+        print(f"{where} {'exact':>9} {exact:>10.4f} {0:>10.2%} {0:>12.2%} {0:>9.2%}")
+        points.append({"strategy": strategy, "share": share, "keep_mass": "exact", "perplexity": exact})
         policies = [(str(bound), ShedPolicy(bound)) for bound in bounds]
         policies.append(("all", ShedPolicy(min(bounds), over_limit="shed")))
         for name, policy in policies:
             found = shed.measure(pieces, 8, policy)
-            points.append({"share": share, "keep_mass": name, **found})
-            served = 0.0 if name == "all" else found["rows_over_limit"]
+            points.append({"strategy": strategy, "share": share, "keep_mass": name, **found})
             print(
-                f"{share:>8.0%} {name:>9} {found['perplexity']:>10.4f} {found['perplexity'] / exact - 1:>10.2%} "
-                f"{found['dropped_mass']:>12.2%} {found['shed_rows']:>9.2%} {served:>32.2%}"
+                f"{where} {name:>9} {found['perplexity']:>10.4f} {found['perplexity'] / exact - 1:>10.2%} "
+                f"{found['dropped_mass']:>12.2%} {found['shed_rows']:>9.2%} {served_rows(points[-1]):>32.2%}"
             )
     policy = ShedPolicy(0.5)
     few = pieces[: 8 if options.quick else 16]
-    check_against_the_runtime(options.model, plans[shares[-1]], few, policy, shed.measure(few, 8, policy))
+    check_against_the_runtime(options.model, plan, few, policy, shed.measure(few, 8, policy))
     print("the runtime gives the same perplexity and the same counts at keep_mass 0.5")
     if options.plot:
         plot(points, options.plot)
     if options.markdown:
-        print("\n" + markdown(points))
+        for strategy in strategies:
+            print(f"\n{strategy}\n\n" + markdown([p for p in points if p["strategy"] == strategy]))
+    if options.output:
+        folder = options.model.resolve()
+        write_json(
+            options.output,
+            {
+                "format": FORMAT,
+                "model": f"{folder.parent.name}/{folder.name}",
+                "texts": [path.stem for path in paths],
+                "tokens": sum(map(len, pieces)),
+                "window_tokens": options.length,
+                "exact_perplexity": unmodified,
+                "rows": rows_of(points),
+            },
+        )
+        print(f"record written to {options.output}")
     print_json_line(unmodified_perplexity=unmodified, strategy=options.strategy, points=points)
 
 
@@ -222,7 +249,7 @@ def on_trace(path: Path, strategy: str, quick: bool) -> None:
                 ledger.record(row, policy.apply(*case))
             point = {"share": share, "keep_mass": name, **shares_of(ledger.totals())}
             points.append(point)
-            served = 0.0 if name == "all" else point["rows_over_limit"]
+            served = served_rows(point)
             resident = 1 - point["shed_rows"] - served
             cells = [point["dropped_mass"], resident, point["shed_rows"], served]
             print(
@@ -232,6 +259,36 @@ def on_trace(path: Path, strategy: str, quick: bool) -> None:
     print_json_line(trace=path.stem, strategy=strategy, points=points)
 
 
+def served_rows(point: dict[str, Any]) -> float:
+    """Share of the rows with a miss that is served on the host."""
+    return 0.0 if point["keep_mass"] == "all" else point["rows_over_limit"]
+
+
+def missed_rows(points: list[dict[str, Any]]) -> float:
+    """What exact serves on the host: share of the rows with a miss, from the points of one strategy and share."""
+    shed = next(p for p in points if p["keep_mass"] not in ("exact", "all"))
+    return shed["rows_over_limit"] + shed["shed_rows"]
+
+
+def rows_of(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The points as the record has them."""
+    rows = []
+    for point in points:
+        name, exact = point["keep_mass"], point["keep_mass"] == "exact"
+        mine = [p for p in points if (p["strategy"], p["share"]) == (point["strategy"], point["share"])]
+        rows.append(
+            {
+                "strategy": point["strategy"],
+                "resident_share": point["share"],
+                "keep_mass": name if name in ("exact", "all") else float(name),
+                "perplexity": point["perplexity"],
+                "rows_to_host_share": missed_rows(mine) if exact else served_rows(point),
+                "dropped_mass": 0.0 if exact else point["dropped_mass"],
+            }
+        )
+    return rows
+
+
 def markdown(points: list[dict[str, Any]]) -> str:
     """One row per share: perplexity over exact, and in brackets the rows that still go to the host."""
     bounds = list(dict.fromkeys(p["keep_mass"] for p in points if p["keep_mass"] != "exact"))
@@ -239,12 +296,8 @@ def markdown(points: list[dict[str, Any]]) -> str:
     for share in sorted({p["share"] for p in points}):
         mine = {p["keep_mass"]: p for p in points if p["share"] == share}
         exact = mine.pop("exact")
-        strictest = mine[bounds[0]]
-        missed = strictest["rows_over_limit"] + strictest["shed_rows"]
-        cells = [f"{share:.0%}", f"{exact['perplexity']:.3f} ({missed:.1%})"]
-        for name, point in mine.items():
-            served = 0.0 if name == "all" else point["rows_over_limit"]
-            cells.append(f"{point['perplexity'] / exact['perplexity'] - 1:+.2%} ({served:.1%})")
+        cells = [f"{share:.0%}", f"{exact['perplexity']:.3f} ({missed_rows(list(mine.values())):.1%})"]
+        cells += [f"{p['perplexity'] / exact['perplexity'] - 1:+.2%} ({served_rows(p):.1%})" for p in mine.values()]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

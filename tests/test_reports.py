@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import base64
+import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import hotset
 from hotset import Plan, Trace
-from hotset.errors import PlanError
+from hotset.errors import PlanError, ReportError
 from hotset.reports.data import report_data
 from hotset.reports.heatmap import heat_levels, heat_map
 from hotset.reports.html import render_html, save_html
 from hotset.reports.png import save_png
+from hotset.reports.shed_quality import read_shed_quality
+from hotset.storage import write_json
 from hotset.traces.synthetic import synthetic_trace
 from tests.test_cli_plan import run
 
@@ -153,3 +157,93 @@ def test_the_command_writes_the_page(trace: Trace, plan: Plan, tmp_path: Path) -
         "report", tmp_path / "p.safetensors", tmp_path / "t.safetensors", "--layer", 7, code=1
     )
     assert "not a hotset plan" in run("report", tmp_path / "t.safetensors", tmp_path / "t.safetensors", code=1)
+
+
+def shed_record() -> dict[str, Any]:
+    """One strategy, two shares; keep_mass 0.5 costs 10 %, shedding all doubles the perplexity."""
+    rows = [
+        {
+            "strategy": "frequency",
+            "resident_share": share,
+            "keep_mass": keep_mass,
+            "perplexity": perplexity,
+            "rows_to_host_share": to_host,
+            "dropped_mass": 0.0 if keep_mass == "exact" else 0.25,
+        }
+        for share in (0.25, 0.75)
+        for keep_mass, perplexity, to_host in (("exact", 10.0, 0.5), (0.5, 11.0, 0.25), ("all", 20.0, 0.0))
+    ]
+    head = {"format": "hotset-shed-quality-1", "model": "four experts", "texts": ["a<b>"], "tokens": 512}
+    return {**head, "window_tokens": 256, "exact_perplexity": 10.0, "rows": rows}
+
+
+def test_the_tables_in_the_documentation_say_what_the_committed_record_says() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    record = read_shed_quality(docs / "shedding.json")
+    rows = {(row["strategy"], row["resident_share"], row["keep_mass"]): row for row in record["rows"]}
+    tables = (docs / "shedding.md").read_text().split("| resident | exact | keep_mass 0.9 |")[1:]
+    for strategy, table in zip(("frequency", "certified"), tables, strict=True):
+        lines = table.splitlines()[2:6]
+        assert [line.split("|")[1].strip() for line in lines] == ["25 %", "50 %", "75 %", "90 %"]
+        for line, share in zip(lines, (0.25, 0.5, 0.75, 0.9), strict=True):
+            cells = [cell.strip() for cell in line.split("|")[2:-1]]
+            for cell, keep_mass in zip(cells, ("exact", 0.9, 0.8, 0.7, 0.5, 0.3, "all"), strict=True):
+                row = rows[strategy, share, keep_mass]
+                over = f"{100 * (row['perplexity'] / record['exact_perplexity'] - 1):+.2f} %"
+                first = f"{row['perplexity']:.3f}" if keep_mass == "exact" else over
+                assert cell == f"{first} ({100 * row['rows_to_host_share']:.1f} %)"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": "other"}, "not a shed quality record"),
+        ({"speed": 3}, "unknown keys: speed"),
+        ({"tokens": 0}, "tokens is 0"),
+        ({"texts": "a"}, "model and texts"),
+        ({"rows": []}, "no measurement"),
+        ({"exact_perplexity": float("nan")}, "exact_perplexity is nan"),
+        ({"rows": shed_record()["rows"][:-1]}, "frequency lacks a keep_mass"),
+        ({"rows": [row for row in shed_record()["rows"] if row["keep_mass"] != "exact"]}, "or exact"),
+        ({"rows": [*shed_record()["rows"], shed_record()["rows"][0]]}, r"rows\[6\] measures .* again"),
+        ({"rows": [{**shed_record()["rows"][0], "keep_mass": "some"}]}, r"rows\[0\]: keep_mass is 'some'"),
+        ({"rows": [{**shed_record()["rows"][0], "dropped_mass": 1.5}]}, r"rows\[0\]: dropped_mass is 1.5"),
+        ({"rows": [{"strategy": "frequency"}]}, r"rows\[0\]: missing or unknown keys: dropped_mass"),
+    ],
+)
+def test_a_file_that_is_no_shed_record_is_refused_in_one_line(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "shed.json").write_text(json.dumps({**shed_record(), **change}))
+    with pytest.raises(ReportError, match=said) as refusal:
+        read_shed_quality(tmp_path / "shed.json")
+    assert "\n" not in str(refusal.value)
+    assert str(tmp_path / "shed.json") in str(refusal.value)
+
+
+def test_the_command_draws_a_shed_record_and_refuses_other_files(trace: Trace, plan: Plan, tmp_path: Path) -> None:
+    trace.save(tmp_path / "t.safetensors")
+    plan.save(tmp_path / "p.safetensors")
+    write_json(tmp_path / "shed.json", shed_record())
+    command = ("report", tmp_path / "p.safetensors", tmp_path / "t.safetensors", "-o", tmp_path / "r.html")
+    run(*command, "--shed-quality", tmp_path / "shed.json")
+    assert '"model":"four experts"' in (tmp_path / "r.html").read_text()
+    assert "not JSON" in run(*command, "--shed-quality", tmp_path / "p.safetensors", code=1)
+    assert "No such file" in run(*command, "--shed-quality", tmp_path / "none.json", code=1)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: the page is not opened")
+def test_the_page_draws_a_shed_record_without_console_errors(trace: Trace, plan: Plan, tmp_path: Path) -> None:
+    write_json(tmp_path / "shed.json", shed_record())
+    data = report_data(plan, trace, budgets=["40%"], shed_quality=read_shed_quality(tmp_path / "shed.json"))
+    save_html(data, tmp_path / "report.html")
+    document, console = console_of(tmp_path / "report.html", tmp_path / "profile")
+    assert console == ""
+    assert document.count("<path") == 14 + 2 * 3  # beside the plan's curves, three in each of two charts
+    assert "512 held-out tokens (a&lt;b&gt;)" in document
+    assert "rows that wait for the host, planned by frequency" in document
+    # the scale is that of the bounded curves, 9.8 to 11.2; what lies above is said in the caption
+    assert ">9.8</text>" in document
+    assert ">11.2</text>" in document
+    assert ">20.0</text>" not in document
+    assert "costs more than the scale shows" in document

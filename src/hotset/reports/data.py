@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,12 @@ def report_data(
     layers: Sequence[int] | None = None,
     strategies: Sequence[str] = CURVE_STRATEGIES,
     budgets: Sequence[str] = CURVE_BUDGETS,
+    shed_quality: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything the report shows.
 
     layers: model layer numbers whose co-activation is shown; default all, or as many, evenly spaced, as a page holds.
+    shed_quality: what `read_shed_quality` gives, shown as it is, of whatever model it was measured on.
     Raises PlanError where plan and trace do not belong together, or a layer is not in the trace.
     """
     if plan.gpu_experts_mask.shape != (trace.num_layers, trace.num_experts):
@@ -68,6 +70,7 @@ def report_data(
         "token_resident_rate": measured.token_resident_rate,
         "curves": curves,
         "coactivation": [_matrix(trace, row) for row in rows],
+        "shed_quality": shed_quality,
     }
 
 
