@@ -21,7 +21,12 @@ from hotset.kernels.backend import Backend, backend
 from hotset.kernels.formats import LayerSpec, quantise
 from hotset.kernels.layer import CompiledLayer, ExpertLayer, available_threads
 
-STREAMS = ((1, 1 << 20, 1024), (4, 64 << 10, 512), (8, (64 << 10) + 128, 1024), (16, (64 << 10) + 128, 0))
+STREAMS = (
+    (1, 1 << 20, 1024),
+    (4, (64 << 10) + 128, 1024),
+    (8, (64 << 10) + 128, 1024),
+    (16, (64 << 10) + 128, 0),
+)
 """(interleaved streams per thread, bytes of a piece, bytes of prefetch ahead): which one is fastest differs by CPU, so
 the ceiling is the best. Pieces of 64 KiB + 128 keep streams out of each other's cache sets."""
 

@@ -174,8 +174,8 @@ INLINE u32x16 lookup16(u8x16 table, u32x16 index) {
 #endif
 }
 
-// Four E4M3 bytes per row, decoded exactly. NaN codes are refused when weights are packed: only finite ones come here.
-// The four activations are bfloat16 in the order (a0, a2), (a1, a3).
+// Four E4M3 bytes per row, decoded exactly, against four bfloat16 activations. NaN codes are refused when weights are
+// packed: only finite ones come here.
 #if defined(HOTSET_VBMI)
 struct Fp8Tables {  // the two bytes of the bfloat16 of each 7-bit magnitude
     alignas(64) uint8_t high[128], low[128];
@@ -192,7 +192,7 @@ struct Fp8Tables {  // the two bytes of the bfloat16 of each 7-bit magnitude
 inline const Fp8Tables fp8_tables;
 
 struct Fp8Words {
-    u32x16 even, odd;
+    u32x16 lower, upper;  // of each four rows, the first two and the last two, four bfloat16 a row
     INLINE Fp8Words of(u32x16 w) {
         const auto* high = (const __m512i*)fp8_tables.high;
         const auto* low = (const __m512i*)fp8_tables.low;
@@ -200,14 +200,27 @@ struct Fp8Words {
         __m512i top = _mm512_permutex2var_epi8(high[0], code, high[1]);
         __m512i bottom = _mm512_permutex2var_epi8(low[0], code, low[1]);
         top = _mm512_ternarylogic_epi64(top, code, _mm512_set1_epi8((char)0x80), 0xf8);  // top | (code & 0x80)
-        const __m512i upper = _mm512_set1_epi16((short)0xff00);
-        // 0xca: first operand chooses between second and third, bit by bit
-        __m512i even = _mm512_ternarylogic_epi64(upper, _mm512_slli_epi16(top, 8), bottom, 0xca);
-        __m512i odd = _mm512_ternarylogic_epi64(upper, top, _mm512_srli_epi16(bottom, 8), 0xca);
-        return {(u32x16)even, (u32x16)odd};
+        return {(u32x16)_mm512_unpacklo_epi8(bottom, top), (u32x16)_mm512_unpackhi_epi8(bottom, top)};
     }
-    INLINE f32x16 dot_even(f32x16 sum, const Fp8Words& w, uint32_t a02) { return dot_bf16(sum, w.even, a02); }
-    INLINE f32x16 dot_odd(f32x16 sum, const Fp8Words& w, uint32_t a13) { return dot_bf16(sum, w.odd, a13); }
+};
+struct Fp8Sum {
+    __m512 lower = _mm512_setzero_ps(), upper = _mm512_setzero_ps();  // two lanes a row
+    __attribute__((always_inline)) Fp8Sum plus(const Fp8Words& w, const uint8_t* a) const {
+        const __m512i four = _mm512_set1_epi64(load<int64_t>(a));
+        return {dot_pairs(lower, (__m512i)w.lower, four), dot_pairs(upper, (__m512i)w.upper, four)};
+    }
+    __attribute__((always_inline)) f32x16 rows() const {
+        return (f32x16)_mm512_add_ps(_mm512_shuffle_ps(lower, upper, 0x88), _mm512_shuffle_ps(lower, upper, 0xdd));
+    }
+    INLINE __m512 dot_pairs(__m512 sum, __m512i w, __m512i a) {
+#if defined(HOTSET_BF16)
+        return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)a);
+#else
+        auto even = [](__m512i x) { return (__m512)_mm512_slli_epi32(x, 16); };
+        auto odd = [](__m512i x) { return (__m512)_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)); };
+        return _mm512_fmadd_ps(odd(w), odd(a), _mm512_fmadd_ps(even(w), even(a), sum));
+#endif
+    }
 };
 #else
 struct Fp8Words {
@@ -221,14 +234,19 @@ struct Fp8Words {
         }
         return out;
     }
-    INLINE f32x16 dot_even(f32x16 sum, const Fp8Words& w, uint32_t a02) {
-        sum = fma(w.value[0], splat(as_float(a02 << 16)), sum);
-        return fma(w.value[2], splat(as_float(a02 & 0xffff0000u)), sum);
+};
+struct Fp8Sum {
+    f32x16 even = {}, odd = {};
+    __attribute__((always_inline)) Fp8Sum plus(const Fp8Words& w, const uint8_t* a) const {
+        const uint32_t first = load<uint32_t>(a), second = load<uint32_t>(a + 4);
+        Fp8Sum sum;
+        sum.even = fma(w.value[0], splat(as_float(first << 16)), even);
+        sum.odd = fma(w.value[1], splat(as_float(first & 0xffff0000u)), odd);
+        sum.even = fma(w.value[2], splat(as_float(second << 16)), sum.even);
+        sum.odd = fma(w.value[3], splat(as_float(second & 0xffff0000u)), sum.odd);
+        return sum;
     }
-    INLINE f32x16 dot_odd(f32x16 sum, const Fp8Words& w, uint32_t a13) {
-        sum = fma(w.value[1], splat(as_float(a13 << 16)), sum);
-        return fma(w.value[3], splat(as_float(a13 & 0xffff0000u)), sum);
-    }
+    __attribute__((always_inline)) f32x16 rows() const { return even + odd; }
 };
 #endif
 
