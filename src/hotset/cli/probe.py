@@ -21,6 +21,7 @@ def register(app: typer.Typer) -> None:
         as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
     ) -> None:
         """Measure bandwidths and fixed costs of this machine: memory, disk, and where there is one GPU and link."""
+        from hotset.kernels import describe
         from hotset.machines.format import machine_to_json
         from hotset.machines.probe import probe as measure
         from hotset.units import format_bytes, format_seconds, parse_bytes
@@ -49,5 +50,6 @@ def register(app: typer.Typer) -> None:
                 ]
                 shown.add_row(key.removesuffix("_bytes_per_second").removesuffix("_seconds").replace("_", " "), *cells)
         console().print(shown)
+        print(describe().line())
         if machine.device == "cpu":
             note("note: no CUDA device here: the arena is host memory, so a hit costs the same read as a miss")

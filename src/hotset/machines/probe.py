@@ -137,31 +137,30 @@ def _rate(measured: dict[str, Any], key: str, values: list[float], how: str) -> 
 
 
 def _host_read(threads: int, repeats: int) -> list[float]:
-    """Bytes per second of `threads` threads that each read their own streams."""
+    """Bytes per second of `threads` threads that each read their own streams.
+
+    The readers hold the clocks: a thread that only waits for them gets no core while they run, and would start late.
+    """
     words = _BUFFER_BYTES_PER_THREAD // 8 // STREAMS
-    buffers: list[Any] = [None] * threads
-    barrier = threading.Barrier(threads + 1)
+    barrier = threading.Barrier(threads)
+    spans = np.zeros((threads, repeats, 2))
 
     def work(index: int) -> None:
-        buffers[index] = np.ones((STREAMS, words), np.int64)  # first touched by the thread that reads it
-        _read_streams(buffers[index])
-        for _ in range(repeats):
+        streams = np.ones((STREAMS, words), np.int64)  # first touched by the thread that reads it
+        _read_streams(streams)
+        for turn in range(repeats):
             barrier.wait()
-            _read_streams(buffers[index])
-            barrier.wait()
+            spans[index, turn, 0] = time.perf_counter()
+            _read_streams(streams)
+            spans[index, turn, 1] = time.perf_counter()
 
     workers = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(threads)]
     for worker in workers:
         worker.start()
-    rates = []
-    for _ in range(repeats):
-        barrier.wait()
-        begin = time.perf_counter()
-        barrier.wait()
-        rates.append(threads * STREAMS * words * 8 / (time.perf_counter() - begin))
     for worker in workers:
         worker.join()
-    return rates
+    seconds = spans[:, :, 1].max(axis=0) - spans[:, :, 0].min(axis=0)
+    return [threads * STREAMS * words * 8 / float(s) for s in seconds]
 
 
 def _disk_read(folder: Path, expert_bytes: int, repeats: int) -> tuple[list[float], str]:
