@@ -8,6 +8,10 @@ Every loop releases the interpreter lock, so layers run on threads. Plain twins 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -20,32 +24,37 @@ def frozen(ids: NDArray[np.int16]) -> NDArray[np.int16]:
     return view
 
 
-HIT = 1 << 8
-"""In the table of `count_hits`: a pick counts 1, a resident one HIT more, and an entry never reaches 256 picks."""
-
-
-def pick_table(resident: NDArray[np.bool_]) -> NDArray[np.uint16]:
-    """[65536] worth of each id read as uint16: 1 + HIT if resident, 1 if not, 0 for -1 (no pick)."""
-    table = np.zeros(1 << 16, np.uint16)
-    table[: len(resident)] = 1 + HIT * resident.astype(np.uint16)
+def pick_table(resident: NDArray[np.bool_]) -> NDArray[np.uint64]:
+    """[65536] worth of each id read as uint16: picks in the low half, hits in the high one; 0 for -1 (no pick)."""
+    table = np.zeros(1 << 16, np.uint64)
+    table[: len(resident)] = 1 + (resident.astype(np.uint64) << np.uint64(32))
     return table
 
 
-@njit(cache=True, nogil=True)
-def count_hits(ids, table):  # type: ignore[no-untyped-def]
-    """(picks, hits, tokens with a pick, tokens all of whose picks hit); ids [T, K <= 255] as uint16."""
-    picks = hits = routed = whole = 0
-    num_tokens, top_k = ids.shape
-    for token in range(num_tokens):
-        both = np.uint32(0)
-        for k in range(top_k):
-            both += table[ids[token, k]]
-        here, found = int(both & np.uint32(255)), int(both >> np.uint32(8))
-        picks += here
-        hits += found
-        routed += int(here > 0)
-        whole += int((here > 0) & (here == found))
-    return picks, hits, routed, whole
+@cache
+def count_hits(top_k: int) -> Callable[..., tuple[int, int, int]]:
+    """The loop for ids [T, top_k] as uint16: (picks + hits << 32, tokens with a pick, tokens all of whose picks hit).
+
+    Compiled for each top-k: with the length known its inner loop is unrolled, which halves the time.
+    """
+
+    @njit(cache=True, nogil=True)
+    def count(ids, table):  # type: ignore[no-untyped-def]
+        total, low, half = np.uint64(0), np.uint64(0xFFFFFFFF), np.uint64(32)
+        routed: Any = 0
+        whole: Any = 0
+        for token in range(ids.shape[0]):
+            both = np.uint64(0)
+            for k in range(top_k):
+                both += table[ids[token, k]]
+            here = both & low
+            total += both
+            routed += here > 0
+            whole += (here > 0) & (here == both >> half)
+        return total, routed, whole
+
+    compiled: Callable[..., tuple[int, int, int]] = count
+    return compiled
 
 
 @njit(cache=True, nogil=True)

@@ -18,7 +18,10 @@ from hotset.errors import PlanError, TraceError
 from hotset.planning.threads import on_threads
 
 _BLOCK_TOKENS = 1 << 18
-"""Tokens that one thread looks at together."""
+"""Tokens whose co-activations one thread counts together."""
+
+_COUNTED_TOKENS = 1 << 20
+"""Tokens whose hits one thread counts together: less than threads cost is not worth sharing, and sums fit 32 bits."""
 
 Traces = Trace | Sequence[Trace] | ArrayLike
 
@@ -81,12 +84,13 @@ def measure(mask: ArrayLike | Plan, traces: Traces) -> Measured:
                 f"mask has shape {resident.shape}, the trace {trace.num_layers} layers of {trace.num_experts} experts"
             )
         for shard in trace.id_shards:
-            for start in range(0, shard.shape[1], _BLOCK_TOKENS):
-                blocks += [(row, layer[start : start + _BLOCK_TOKENS]) for row, layer in enumerate(shard)]
+            for start in range(0, shard.shape[1], _COUNTED_TOKENS):
+                blocks += [(row, layer[start : start + _COUNTED_TOKENS]) for row, layer in enumerate(shard)]
 
     def count(block: tuple[int, NDArray[np.int16]]) -> tuple[int, int, int, int]:
-        counted: tuple[int, int, int, int] = count_hits(frozen(block[1]).view(np.uint16), tables[block[0]])
-        return counted
+        row, ids = block
+        both, routed, whole = count_hits(ids.shape[1])(frozen(ids).view(np.uint16), tables[row])
+        return int(both) & 0xFFFFFFFF, int(both) >> 32, routed, whole
 
     for (row, _), counted in zip(blocks, on_threads(count, blocks), strict=True):
         totals[:, row] += counted
