@@ -9,15 +9,13 @@ torch runs on as many threads as it takes by itself.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import resource
 import statistics
 import time
 from collections.abc import Callable
 
 import numpy as np
+from common import print_header, print_json_line
 
 import hotset
 from hotset import Trace
@@ -34,14 +32,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="rounds of the three measures")
     options = parser.parse_args()
     layers, experts, top_k, tokens = (4, 64, 6, 50_000) if options.quick else (58, 256, 8, 1_000_000)
-    cores = len(os.sched_getaffinity(0))
-    print(
-        f"machine: {platform.machine()}, {cores} cores, Python {platform.python_version()}, hotset {hotset.__version__}"
+    print_header(
+        "bench_plan: planning with a proven bound, beside the other strategies; measures beside torch",
+        layers=layers,
+        experts=experts,
+        top_k=top_k,
+        tokens=tokens,
+        budget=options.fraction,
     )
-    print(
-        f"problem: {layers} layers x {experts} experts x top-{top_k}, {tokens:,} tokens, budget {options.fraction:.0%}"
-    )
-
     began = time.perf_counter()
     trace = synthetic_trace(num_layers=layers, num_experts=experts, top_k=top_k, num_tokens=tokens)
     print(f"trace made in {time.perf_counter() - began:.1f} s, {format_bytes(trace.expert_ids.nbytes)}")
@@ -60,7 +58,7 @@ def main() -> None:
             print(f"{'':10} peak resident memory {format_bytes(result['peak_bytes'])}")
             result["certified_gap"] = plan.gap
     result |= measures(trace, options.rounds)
-    print(json.dumps(result))
+    print_json_line(**result)
 
 
 def measures(trace: Trace, rounds: int) -> dict[str, float | None]:

@@ -184,3 +184,12 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
         hotset.load(tmp_path)
     with pytest.raises(ModelError, match="no such model folder"):
         hotset.load(tmp_path / "absent")
+
+
+def test_a_malformed_header_entry_is_named(tmp_path: Path) -> None:
+    folder = sharded(tmp_path)
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    header = json.dumps({"some.weight": {"shape": [1]}}).encode()
+    shard.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: the header entry of 'some.weight' is malformed"):
+        hotset.load(folder)

@@ -100,25 +100,36 @@ class ArrayFile:
         return self.take(name, dtype, ndim) if name in self.arrays else None
 
 
-def read_arrays(path: str | Path) -> ArrayFile:
-    """Map one safetensors file. Raises FileFormatError where it is not one or is cut short, OSError as usual."""
+def read_header(path: str | Path) -> tuple[dict[str, Any], dict[str, str], int, int]:
+    """(entries by tensor name, metadata texts, offset of the data, bytes of the file) of a safetensors file.
+
+    Raises FileFormatError where it is not one or is cut short within its header, OSError as usual.
+    """
     target = Path(path)
     size = target.stat().st_size
     with target.open("rb") as stream:
         prefix = stream.read(8)
         if len(prefix) < 8:
-            raise FileFormatError(f"{target}: {size} bytes is too short for a safetensors file")
+            raise FileFormatError(f"{target}: cut short: {size} bytes is too short for a safetensors file")
         (header_bytes,) = struct.unpack("<Q", prefix)
-        if header_bytes > min(_MAX_HEADER_BYTES, max(size - 8, 0)):
-            raise FileFormatError(f"{target}: not a safetensors file, or cut short within its header")
+        if header_bytes > min(_MAX_HEADER_BYTES, size - 8):
+            raise FileFormatError(
+                f"{target}: cut short, or not a safetensors file: {size} bytes do not hold its header"
+            )
         try:
             header = json.loads(stream.read(header_bytes))
         except ValueError:
             raise FileFormatError(f"{target}: not a safetensors file (its header is not JSON)") from None
     if not isinstance(header, dict):
         raise FileFormatError(f"{target}: not a safetensors file (its header is not a JSON object)")
-    texts = header.pop("__metadata__", {})
-    data_start = 8 + header_bytes
+    texts: dict[str, str] = header.pop("__metadata__", {})
+    return header, texts, 8 + header_bytes, size
+
+
+def read_arrays(path: str | Path) -> ArrayFile:
+    """Map one safetensors file. Raises FileFormatError where it is not one or is cut short, OSError as usual."""
+    target = Path(path)
+    header, texts, data_start, size = read_header(target)
     mapped = np.memmap(target, np.uint8, "r") if size > data_start else np.empty(size, np.uint8)
     arrays = {name: _view(target, mapped, data_start, size, name, entry) for name, entry in header.items()}
     metadata = {key: _json_or_text(value) for key, value in texts.items()}

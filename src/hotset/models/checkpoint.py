@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from hotset.errors import CheckpointError, ModelError
+from hotset.storage import FileFormatError, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -131,25 +130,20 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 def _read_header(path: Path) -> Iterator[TensorEntry]:
     try:
-        size = path.stat().st_size
-        with path.open("rb") as stream:
-            prefix = stream.read(8)
-            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-            if header_bytes > size - 8:
-                raise CheckpointError(f"{path}: cut short or not safetensors: {size} bytes do not hold its header")
-            header: dict[str, Any] = json.loads(stream.read(header_bytes))
+        header, _, data_start, size = read_header(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: shard is missing: fetch the checkpoint again, or this file of it") from None
     except OSError as problem:
         raise CheckpointError(f"{path}: {problem.strerror}") from None
-    except ValueError:
-        raise CheckpointError(f"{path}: not a safetensors file (its header is not JSON)") from None
-    header.pop("__metadata__", None)
-    data_start = 8 + header_bytes
+    except FileFormatError as problem:
+        raise CheckpointError(str(problem)) from None
     for name, entry in header.items():
-        begin, end = entry["data_offsets"]
+        try:
+            dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{path}: the header entry of {name!r} is malformed: fetch it again") from None
         if data_start + end > size:
             raise CheckpointError(
                 f"{path}: cut short: {name} ends at byte {data_start + end} and the file has {size}: fetch it again"
             )
-        yield TensorEntry(name, path, entry["dtype"], tuple(entry["shape"]), data_start + begin, end - begin)
+        yield TensorEntry(name, path, dtype, shape, data_start + begin, end - begin)
