@@ -133,7 +133,7 @@ def bench_format(
     stored = quantise(spec, *values)
     layer = CompiledLayer(spec)
     first = native.buffer(spec.layout.expert_bytes)
-    layer.pack(stored, first)
+    layer.kernel.pack(stored, first)
     for expert in range(args.experts):
         packed = native.buffer(spec.layout.expert_bytes)
         packed[:] = first

@@ -25,9 +25,10 @@ from hotset.kernels import (
     native,
     quantise,
     reference,
+    threads,
 )
-from hotset.kernels import layer as layer_module
-from hotset.kernels.formats import as_array, float_to_fp8, float_to_numbers, fp8_to_float, numbers_to_float
+from hotset.kernels.call import Call
+from hotset.kernels.formats import as_array, as_buffer, float_to_fp8, float_to_numbers, fp8_to_float, numbers_to_float
 from hotset.kernels.torch_layer import TorchLayer
 
 try:
@@ -466,6 +467,27 @@ def test_a_packed_expert_can_be_adopted_without_a_copy() -> None:
 
 
 @compiled
+@pytest.mark.parametrize("name", ["bf16", "fp32", "int4_g32"])
+@pytest.mark.parametrize("hidden", [70, 128])
+def test_picks_added_in_several_calls_or_combined_later_have_the_bits_of_one_call(name: str, hidden: int) -> None:
+    spec = LayerSpec(name, 5, hidden, 40)
+    made = filled(CompiledLayer, spec, made_up(spec))
+    tokens, ids, weights = routed(spec, 7, 3)
+    ids = np.sort(ids, axis=1)
+    in_one = made.moe(tokens, ids, weights)
+    kernel, out = made.kernel, as_buffer("out", np.zeros_like(in_one))
+    addresses = np.array([made.packed(e).ctypes.data for e in range(5)], np.uint64)
+    for some in ([0, 1], [2], [3, 4]):
+        call = Call.of(spec, 0, tokens, np.where(np.isin(ids, some), ids, -1), weights, None)
+        kernel.run(addresses, call, out, accumulate=True)
+    np.testing.assert_array_equal(out.owner, in_one)
+    rows = as_buffer("picks", made.picks(tokens, ids))
+    combined = as_buffer("out", np.empty_like(in_one))
+    kernel.combine(Call.of(spec, 0, tokens, ids, weights, None), rows, combined)
+    np.testing.assert_array_equal(combined.owner, in_one)
+
+
+@compiled
 @pytest.mark.parametrize("name", ["bf16", "int8", "mxfp4", "fp8_block128"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_token_that_is_not_finite_spoils_its_own_row_only(name: str, value: float) -> None:
@@ -605,10 +627,10 @@ class TestFormats:
 class TestThreads:
     def test_the_environment_names_the_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOTSET_KERNEL_THREADS", "3")
-        assert layer_module.available_threads() == 3
+        assert threads_module.available_threads() == 3
         monkeypatch.setenv("HOTSET_KERNEL_THREADS", "none")
         with pytest.raises(OpsError, match="HOTSET_KERNEL_THREADS is 'none'"):
-            layer_module.available_threads()
+            threads_module.available_threads()
 
     def test_a_cgroup_quota_is_found_wherever_it_is_set(self, tmp_path: Any) -> None:
         membership = tmp_path / "cgroup"
@@ -617,12 +639,12 @@ class TestThreads:
         inner.mkdir(parents=True)
         (inner / "cpu.max").write_text("max 100000\n")
         root = tmp_path / "root"
-        assert layer_module.cgroup_quota(membership, root) is None
+        assert threads_module.cgroup_quota(membership, root) is None
         (inner.parent / "cpu.max").write_text("150000 100000\n")
-        assert layer_module.cgroup_quota(membership, root) == (150000, 100000)
+        assert threads_module.cgroup_quota(membership, root) == (150000, 100000)
         membership.write_text("4:cpu,cpuacct:/c\n0::/a/b\n")
         old = root / "cpu,cpuacct" / "c"
         old.mkdir(parents=True)
         (old / "cpu.cfs_quota_us").write_text("50000\n")
         (old / "cpu.cfs_period_us").write_text("100000\n")
-        assert layer_module.cgroup_quota(membership, root) == (50000, 100000)
+        assert threads_module.cgroup_quota(membership, root) == (50000, 100000)

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from hotset.kernels.backend import Backend, backend, expert_layer
 from hotset.kernels.formats import FORMATS, Activation, ExpertWeights, LayerSpec, dequantise, quantise
-from hotset.kernels.layer import CompiledLayer, ExpertLayer, available_threads
+from hotset.kernels.layer import CompiledLayer, ExpertLayer
 from hotset.kernels.measure import KernelReport, describe, measure_crossover
+from hotset.kernels.packed import PackedKernel
+from hotset.kernels.threads import available_threads
 
 __all__ = [
     "FORMATS",
@@ -26,6 +28,7 @@ __all__ = [
     "ExpertWeights",
     "KernelReport",
     "LayerSpec",
+    "PackedKernel",
     "available_threads",
     "backend",
     "dequantise",

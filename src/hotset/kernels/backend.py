@@ -14,7 +14,8 @@ from typing import Literal
 
 from hotset.errors import BackendError
 from hotset.kernels.formats import LayerSpec
-from hotset.kernels.layer import CompiledLayer, ExpertLayer, available_threads
+from hotset.kernels.layer import CompiledLayer, ExpertLayer
+from hotset.kernels.threads import available_threads
 
 
 @dataclass(frozen=True)

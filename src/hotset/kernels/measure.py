@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from hotset.kernels import native
 from hotset.kernels.backend import Backend, backend
 from hotset.kernels.formats import LayerSpec, quantise
-from hotset.kernels.layer import CompiledLayer, ExpertLayer, available_threads
+from hotset.kernels.layer import CompiledLayer, ExpertLayer
+from hotset.kernels.threads import available_threads
 
 STREAMS = (
     (1, 1 << 20, 1024),
@@ -143,7 +144,7 @@ def filled_layer(
     gate_up = rng.standard_normal((2 * intermediate, hidden), np.float32) * np.float32(hidden**-0.5)
     down = rng.standard_normal((hidden, intermediate), np.float32) * np.float32(intermediate**-0.5)
     first = native.buffer(spec.layout.expert_bytes)
-    layer.pack(quantise(spec, gate_up, down), first)
+    layer.kernel.pack(quantise(spec, gate_up, down), first)
     for expert in range(count):
         packed = native.buffer(spec.layout.expert_bytes)
         packed[:] = first

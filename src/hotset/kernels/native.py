@@ -54,7 +54,7 @@ class CCall(ctypes.Structure):
         *((name, c_int64) for name in ("num_tokens", "top_k")),
         *(
             (name, c_int32)
-            for name in ("id_bytes", "tokens_number", "weights_number", "out_number", "threads", "bad_id")
+            for name in ["id_bytes", "tokens_number", "weights_number", "out_number", "threads", "bad_id", "accumulate"]
         ),
     )
 
@@ -66,6 +66,8 @@ def library() -> build.Library:
     handle = loaded.handle
     handle.hotset_moe.argtypes = [POINTER(CLayer), POINTER(CCall)]  # ctypes passes structures by reference
     handle.hotset_moe.restype = c_int32
+    handle.hotset_combine.argtypes = [POINTER(CLayer), POINTER(CCall)]
+    handle.hotset_combine.restype = None
     handle.hotset_pack.argtypes = [c_void_p, c_void_p, c_void_p, *[c_int64] * 6, c_uint32]
     handle.hotset_pack.restype = None
     handle.hotset_unpack.argtypes = [c_void_p, c_void_p, c_void_p, *[c_int64] * 3, c_uint32]

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotset.errors import OpsError
+from hotset.kernels.call import Call
 from hotset.kernels.formats import (
     FORMATS,
     Activation,
@@ -26,7 +27,7 @@ from hotset.kernels.formats import (
     fp8_to_float,
     is_torch,
 )
-from hotset.kernels.layer import Call, ExpertLayer
+from hotset.kernels.layer import ExpertLayer
 
 if TYPE_CHECKING:
     import torch

@@ -390,6 +390,7 @@ struct HotsetCall {
     int64_t num_tokens, top_k;
     int32_t id_bytes, tokens_number, weights_number, out_number, threads;
     int32_t bad_id;             // set where the call is refused
+    int32_t accumulate;         // out, float32, holds the sum of earlier picks and is added to
 };
 
 enum HotsetStatus : int32_t { kOk = 0, kAbsent = 1, kBadId = 2, kNoMemory = 3 };
@@ -503,6 +504,7 @@ void combine(const Job& j, int64_t panel, const float* sums) {
     const int64_t K = c.top_k, H = j.layer->hidden, width = std::min<int64_t>(H - panel * kPanel, kPanel);
     for (int64_t t = 0; t < j.num_tokens; t++) {
         alignas(64) float total[kPanel] = {};
+        if (c.accumulate) std::memcpy(total, (const float*)c.out + (j.first_token + t) * H + panel * kPanel, width * 4);
         for (int64_t k = 0; k < K; k++) {
             const int64_t pick = t * K + k, global = (j.first_token + t) * K + k;
             const float* s = j.place[pick] < 0 ? nullptr : sums + j.place[pick] * kPanel;
@@ -724,6 +726,27 @@ int32_t hotset_moe(const HotsetLayer* layer, HotsetCall* call) {
     }
 }
 
+// The sum that hotset_moe makes of a token's picks, for rows [T, K, H] that it made apart (`picks`): the same bits.
+void hotset_combine(const HotsetLayer* layer, const HotsetCall* call) {
+    const int64_t H = layer->hidden, K = call->top_k, bytes = size_of(call->out_number);
+    for (int64_t t = 0; t < call->num_tokens; t++)
+        for (int64_t h = 0; h < H; h += kLanes) {
+            const int64_t width = std::min<int64_t>(H - h, kLanes);
+            f32x16 total = {};
+            for (int64_t pick = t * K; pick < (t + 1) * K; pick++) {
+                const int64_t id = read_id(*call, pick);
+                if (id < 0 || id >= layer->num_experts) continue;
+                float row[kLanes] = {};
+                std::memcpy(row, call->picks + pick * H + h, width * sizeof(float));
+                const uint8_t* weight = call->weights + pick * size_of(call->weights_number);
+                total = fma(splat(load_number(weight, call->weights_number)), load<f32x16>(row), total);
+            }
+            uint8_t numbers[kLanes * 4];
+            store_numbers(numbers, call->out_number, total);
+            std::memcpy(call->out + (t * H + h) * bytes, numbers, width * bytes);
+        }
+}
+
 // Where block r of panel p lies: all panels' blocks r follow each other.
 static int64_t place_of(int64_t block, int64_t panels) { return block % kBlocks * panels + block / kBlocks; }
 
@@ -866,5 +889,5 @@ const char* hotset_instructions() {
         ;
 }
 
-int32_t hotset_abi() { return 1; }
+int32_t hotset_abi() { return 2; }
 }
