@@ -25,8 +25,8 @@ from hotset.kernels import (
     native,
     quantise,
     reference,
-    threads,
 )
+from hotset.kernels import threads as threads_module
 from hotset.kernels.call import Call
 from hotset.kernels.formats import as_array, as_buffer, float_to_fp8, float_to_numbers, fp8_to_float, numbers_to_float
 from hotset.kernels.torch_layer import TorchLayer
