@@ -12,18 +12,18 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hotset.errors import BudgetError, CheckpointError, ExpertNotOnHost, PolicyError  # noqa: E402
+from hotset.runtime.expert_formats.contract import parameter_shapes, plain_formats  # noqa: E402
 from hotset.runtime.host_cache import HostCache, policy_options  # noqa: E402
 from hotset.runtime.memory import buffer_bytes  # noqa: E402
-from hotset.runtime.store import host_shapes  # noqa: E402
 from tests.tiny_store import Reader, assert_all_bytes_right, make_layers, make_store  # noqa: E402
 
-ONE = buffer_bytes(host_shapes(make_layers()[0]))
+ONE = buffer_bytes(parameter_shapes(make_layers()[0]))
 """Bytes of one buffer: a page."""
 
 
 def make_cache(buffers: int, **settings: Any) -> tuple[HostCache, Reader]:
     read = Reader()
-    return HostCache(make_layers(), read, buffers * ONE, **settings), read
+    return HostCache(plain_formats(make_layers()), read, buffers * ONE, **settings), read
 
 
 def use(cache: HostCache, row: int, expert: int) -> float:
@@ -39,7 +39,7 @@ def test_lru_by_hand() -> None:
     assert [use(cache, *key) for key in [(0, 0), (0, 1), (0, 0), (1, 2), (0, 1), (1, 2)]] == [0, 1, 0, 12, 1, 12]
     assert read.reads == [(0, 0), (0, 1), (1, 2), (0, 1)]
     assert (cache.statistics.hits, cache.statistics.misses, cache.statistics.loads) == (2, 4, 4)
-    assert cache.statistics.read_bytes == 4 * cache.layers[0].bytes_per_expert
+    assert cache.statistics.read_bytes == 4 * cache.formats[0].expert_bytes
     assert cache.held_bytes == 2 * ONE
     cache.check_integrity()
 
@@ -78,7 +78,7 @@ def test_announced_experts_are_read_side_by_side() -> None:
         together.wait()
         target["w"].fill_(expert)
 
-    cache = HostCache(make_layers(), read, 4 * ONE, readers=3)
+    cache = HostCache(plain_formats(make_layers()), read, 4 * ONE, readers=3)
     cache.announce(0, [0, 1, 2])
     for expert in range(3):
         assert float(cache.acquire(0, expert)["w"][0, 0]) == expert
@@ -137,8 +137,8 @@ def test_threads_share_one_buffer_and_never_see_each_others_bytes() -> None:
 
 def test_layers_of_different_sizes_get_buffers_of_their_own() -> None:
     small, large = make_layers(6, 1)[0], make_layers(6000, 2)[1]
-    sizes = [buffer_bytes(host_shapes(layer)) for layer in (small, large)]
-    cache = HostCache([small, large], Reader(), 2 * sum(sizes) + 1)
+    sizes = [buffer_bytes(parameter_shapes(layer)) for layer in (small, large)]
+    cache = HostCache(plain_formats([small, large]), Reader(), 2 * sum(sizes) + 1)
     assert [use(cache, row, expert) for row in (0, 1) for expert in range(4)] == [0, 1, 2, 3, 10, 11, 12, 13]
     assert cache.held_bytes == 2 * sum(sizes)
     assert cache.num_buffers == 4

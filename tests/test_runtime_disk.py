@@ -19,8 +19,8 @@ from hotset.errors import BudgetError, CheckpointError, PolicyError, Unsupported
 from hotset.runtime import loading as loading_module  # noqa: E402
 from hotset.runtime import runtime as runtime_module  # noqa: E402
 from hotset.runtime.adapting import Adaptation  # noqa: E402
+from hotset.runtime.expert_formats.contract import parameter_shapes  # noqa: E402
 from hotset.runtime.memory import buffer_bytes  # noqa: E402
-from hotset.runtime.store import host_shapes  # noqa: E402
 from tests.tiny_models import FAMILIES, make_checkpoint  # noqa: E402
 
 
@@ -44,7 +44,7 @@ def generate(model: Any, tokens: int = 12) -> list[int]:
 
 def buffers(folder: Path, count: int) -> int:
     """Bytes of `count` host buffers."""
-    return count * buffer_bytes(host_shapes(hotset.load(folder).hotset.layers[0]))
+    return count * buffer_bytes(parameter_shapes(hotset.load(folder).hotset.layers[0]))
 
 
 @pytest.mark.usefixtures("only_experts_count")

@@ -17,8 +17,8 @@ import hotset  # noqa: E402
 from hotset import Trace  # noqa: E402
 from hotset.errors import ModelError, TraceError  # noqa: E402
 from hotset.runtime import runtime as runtime_module  # noqa: E402
+from hotset.runtime.expert_formats.contract import parameter_shapes  # noqa: E402
 from hotset.runtime.memory import buffer_bytes  # noqa: E402
-from hotset.runtime.store import host_shapes  # noqa: E402
 from tests.tiny_models import make_checkpoint  # noqa: E402
 
 MASK = np.zeros((3, 8), bool)
@@ -39,7 +39,7 @@ def generate(model: Any, prompt: Any, tokens: int = 6, **settings: Any) -> Any:
 def test_the_disk_report_adds_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_module, "resident_bytes", lambda: 0)
     monkeypatch.setattr(runtime_module, "RESERVE_BYTES", 0)
-    one = buffer_bytes(host_shapes(hotset.load(folder).hotset.layers[0]))
+    one = buffer_bytes(parameter_shapes(hotset.load(folder).hotset.layers[0]))
     model = hotset.load(folder, plan=MASK, adapt=True, host_memory_bytes=(12 + 8) * one)
     generate(model, torch.arange(3, 13)[None])
     report = model.hotset_report()

@@ -12,9 +12,10 @@ from torch import nn
 from hotset.errors import CheckpointError
 from hotset.models.experts import ExpertLayer
 from hotset.runtime.copy_policy import resolve_copy_policy
+from hotset.runtime.expert_formats.contract import parameter_shapes, plain_formats
 from hotset.runtime.host_cache import HostCache
 from hotset.runtime.memory import buffer_bytes
-from hotset.runtime.store import ExpertStore, host_shapes
+from hotset.runtime.store import ExpertStore
 
 EXPERTS = 4
 MASK = np.array([[1, 1, 0, 0], [0, 0, 1, 0]], np.bool_)
@@ -79,7 +80,7 @@ def make_store(*, cached: int | None = None, **settings: Any) -> tuple[ExpertSto
     copies = resolve_copy_policy(settings.pop("skip", "auto"), dynamic=True, restore=restore)
     cache = None
     if cached is not None:
-        cache = HostCache(layers, read, cached * buffer_bytes(host_shapes(layers[0])), **settings)
+        cache = HostCache(plain_formats(layers), read, cached * buffer_bytes(parameter_shapes(layers[0])), **settings)
     store = ExpertStore(layers, MASK, torch.device("cpu"), read, copies=copies, restore=restore, cache=cache, copy=copy)
     store.load()
     return store, read, copy

@@ -29,6 +29,10 @@ def register(app: typer.Typer) -> None:
             None, help="Most memory the process may take, like 12GiB; experts beyond it stay on disk."
         ),
         host_cache_policy: str = typer.Option("lfu-aged", help="With --host-memory: lfu-aged, lru or lfu."),
+        kernels: str = typer.Option("auto", help="What computes experts on the host: auto, compiled or torch."),
+        keep_mass: float = typer.Option(
+            None, help="Skip experts that are not on the GPU where this share of a token's gate mass is kept, like 0.9."
+        ),
         adapt: bool = typer.Option(False, "--adapt", help="Move experts between tokens as the workload shifts."),
         max_bytes_per_token: str = typer.Option(None, help="With --adapt: most bytes moved per token, like 64MiB."),
         skip_gpu_expert_cpu_copy: str = typer.Option(
@@ -64,6 +68,8 @@ def register(app: typer.Typer) -> None:
                 skip_gpu_expert_cpu_copy=skip_gpu_expert_cpu_copy,
                 host_memory_bytes=host_memory,
                 host_cache_policy=host_cache_policy,
+                kernels=kernels,
+                shed=keep_mass,
                 progress=progress,
             )
         answers = []

@@ -222,7 +222,7 @@ class Layout:
             if spec.bias != "none":
                 bias_at, at = at, _aligned(at + len(source) * 4)
             row_bytes = math.ceil(k * kind.bits / 8)
-            stored += rows * row_bytes + math.prod(_scale_shape(kind, rows, k)) * NUMBER_BYTES[spec.scale_number]
+            stored += rows * row_bytes + math.prod(scale_shape(kind, rows, k)) * NUMBER_BYTES[spec.scale_number]
             parts.append(
                 MatrixLayout(
                     rows, k, panels, padded_k, row_bytes, padded_k * kind.bits // 32, group_steps, groups,
@@ -369,7 +369,7 @@ def _checked_data(spec: LayerSpec, name: str, value: Any, rows: int, k: int) -> 
     return array if min(array.strides) >= 0 else np.ascontiguousarray(array)
 
 
-def _scale_shape(kind: Format, rows: int, k: int) -> tuple[int, ...]:
+def scale_shape(kind: Format, rows: int, k: int) -> tuple[int, ...]:
     if kind.scales == "block":
         return math.ceil(rows / kind.group), math.ceil(k / kind.group)
     if kind.scales == "row":
@@ -386,7 +386,7 @@ def _checked_scales(spec: LayerSpec, name: str, value: Any, rows: int, k: int) -
     if value is None:
         raise OpsError(f"{name} is missing: {spec.format} needs it")
     array, number = as_array(name, value)
-    shape = _scale_shape(kind, rows, k)
+    shape = scale_shape(kind, rows, k)
     wanted = "uint8" if spec.scale_number == "e8m0" else spec.scale_number
     if array.shape == (*shape, 1) and kind.scales == "row":
         array = array[:, 0]

@@ -25,8 +25,10 @@ _FORMATS: dict[torch.dtype, Literal["fp32", "fp16", "bf16"]] = {
 }
 
 
-def spec_of(module: torch.nn.Module) -> LayerSpec:
+def spec_of(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor] | None = None) -> LayerSpec:
     """The spec of an experts module with float parameters, on any device, meta included.
+
+    parameters: name -> [E, ...], where they have been taken out of the module.
 
     Raises OpsError, saying why, where the kernels do not compute what the module does: another activation, a norm after
     each expert, parameters that are not fp32, fp16 or bf16. Such a layer stays with torch.
@@ -35,14 +37,19 @@ def spec_of(module: torch.nn.Module) -> LayerSpec:
     flags = {name: bool(getattr(module, name, False)) for name in ("has_gate", "has_bias", "is_transposed")}
     if getattr(module, "has_post_expert_norm", False):
         raise OpsError(f"{what} normalises each expert's output, which the kernels do not")
-    first = getattr(module, "gate_up_proj" if flags["has_gate"] else "up_proj")
+    held = dict(module.named_parameters(recurse=False)) if parameters is None else parameters
+    name = "gate_up_proj" if flags["has_gate"] else "up_proj"
+    wanted = {name, "down_proj", *((f"{name}_bias", "down_proj_bias") if flags["has_bias"] else ())}
+    if not wanted <= held.keys() or (parameters is not None and held.keys() != wanted):
+        raise OpsError(f"{what} has parameters {', '.join(sorted(held))}: the kernels take {', '.join(sorted(wanted))}")
+    first = held[name]
     if first.dtype not in _FORMATS:
         raise OpsError(f"{what} holds {first.dtype} parameters: the kernels take fp32, fp16 or bf16 ones from a module")
     num_experts, rows, hidden = first.shape
     if flags["is_transposed"]:
         rows, hidden = hidden, rows
     activation, interleaved = _activation_of(module) if flags["has_gate"] else (_plain_activation_of(module), False)
-    bias = getattr(module, f"{'gate_up' if flags['has_gate'] else 'up'}_proj_bias").dtype if flags["has_bias"] else None
+    bias = held[f"{name}_bias"].dtype if flags["has_bias"] else None
     return LayerSpec(
         _FORMATS[first.dtype],
         num_experts,

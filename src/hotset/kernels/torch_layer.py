@@ -107,7 +107,7 @@ def compute(spec: LayerSpec, weights_of: Callable[[int], ExpertWeights], call: C
         for expert in flat[(flat >= 0) & (flat < spec.num_experts)].unique().tolist():  # type: ignore[no-untyped-call]
             picks = (flat == expert).nonzero()[:, 0]
             matrices = _matrices(spec, weights_of(expert))
-            rows[picks] = _expert(spec, matrices, tokens[picks // top_k])
+            rows[picks] = expert_rows(spec, matrices, tokens[picks // top_k])
         picks_by_token = rows.view(num_tokens, top_k, spec.hidden)
         if call.weights is None:
             _tensor(out).copy_(picks_by_token)
@@ -119,7 +119,7 @@ def compute(spec: LayerSpec, weights_of: Callable[[int], ExpertWeights], call: C
         _tensor(out).copy_(total)
 
 
-def _expert(spec: LayerSpec, matrices: Matrices, x: torch.Tensor) -> torch.Tensor:
+def expert_rows(spec: LayerSpec, matrices: Matrices, x: torch.Tensor) -> torch.Tensor:
     """[n, H] float32 of one expert for n tokens [n, H]."""
     import torch
 
@@ -158,8 +158,8 @@ def _matrices(spec: LayerSpec, weights: ExpertWeights) -> Matrices:
         assert first is not None, "dequantise always gives both matrices"
         assert second is not None, "dequantise always gives both matrices"
         return first, second, first_bias, second_bias
-    first, second = _from_bits(weights.gate_up), _from_bits(weights.down)
-    biases = [None if b is None else _from_bits(b).float() for b in (weights.gate_up_bias, weights.down_bias)]
+    first, second = tensor_of_bits(weights.gate_up), tensor_of_bits(weights.down)
+    biases = [None if b is None else tensor_of_bits(b).float() for b in (weights.gate_up_bias, weights.down_bias)]
     if spec.transposed:
         first, second = first.T, second.T
     if spec.interleaved:
@@ -169,10 +169,10 @@ def _matrices(spec: LayerSpec, weights: ExpertWeights) -> Matrices:
 
 
 def _tensor(buffer: Buffer) -> torch.Tensor:
-    return buffer.owner if is_torch(buffer.owner) else _from_bits(buffer.owner)
+    return buffer.owner if is_torch(buffer.owner) else tensor_of_bits(buffer.owner)
 
 
-def _from_bits(array: NDArray[Any]) -> torch.Tensor:
+def tensor_of_bits(array: NDArray[Any]) -> torch.Tensor:
     """A tensor on the same memory; np.uint16 and ml_dtypes' bfloat16 are bfloat16 bits."""
     import torch
 

@@ -15,13 +15,14 @@ def print_run(console: Console, report: Mapping[str, Any]) -> None:
     """Experts and bytes per tier, hit rates, moves, reads and tokens per second, one fact per line."""
     experts, sizes = report["experts"], report["bytes"]
     on_disk = f", {experts['disk']} on disk" if "disk" in experts else ""
-    copies = report["skip_gpu_expert_cpu_copy"]
+    copies, compute = report["skip_gpu_expert_cpu_copy"], report["host_compute"]
     lines = [
         (
             "experts",
             f"{experts['gpu']} of {experts['total']} in the arena ({report['arena']}), "
             f"{experts['host']} in host memory{on_disk}",
         ),
+        ("host compute", f"{compute['format']}, {compute['kernels']} kernels ({compute['reason']})"),
         ("host copies", f"{'skipped' if copies['skip'] else 'kept'} ({copies['reason']})"),
         (
             "bytes",
@@ -41,6 +42,9 @@ def print_run(console: Console, report: Mapping[str, Any]) -> None:
                     f"token-resident rate {format_share(part['token_resident_rate'])}",
                 )
             )
+    if report["keep_mass"] is not None:
+        dropped = format_share(report["dropped_mass"])
+        lines.append(("shed", f"{dropped} of the gate mass dropped, at least {report['keep_mass']:g} kept per token"))
     moves, disk = report["moves"], report["disk"]
     if moves is not None:
         lines.append(

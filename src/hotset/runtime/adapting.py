@@ -78,7 +78,7 @@ class Adapter:
         self.settings = settings
         self.statistics = MoveStatistics()
         residency = store.residency
-        self._layer_bytes = [layer.bytes_per_expert for layer in store.layers]
+        self._layer_bytes = [fmt.expert_bytes for fmt in store.formats]
         dearest = max(store.move_bytes(row, swaps=True) for row in range(residency.num_layers))
         if settings.max_bytes_per_token is not None and settings.max_bytes_per_token < dearest:
             raise PolicyError(

@@ -1,25 +1,30 @@
 """The experts implementation named `hotset`: runs each pick where its expert lives and combines in one fixed order.
 
 Order of combination, whatever tier computed a pick: experts ascending, each added to its tokens' rows, which is the
-order of Transformers' eager loops. So the sum does not depend on residency, and on one kind of device the bits are
-those of the unmodified model run with `experts_implementation="eager"`.
+order of Transformers' eager loops. So the sum does not depend on residency. Experts in plain format, on one kind of
+device, give the bits of the unmodified model run with `experts_implementation="eager"`; formats that compute many
+experts in one call sum in float32 and round once.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from hotset.core import Tier
-from hotset.models.experts import interface_implementation, picks_by_expert, run_expert
+from hotset.models.experts import interface_implementation, picks_by_expert
+from hotset.runtime.expert_formats.contract import ExpertTensors
 
 if TYPE_CHECKING:
     from hotset.runtime.runtime import Runtime
-    from hotset.runtime.store import ExpertStore, ExpertWeights
+    from hotset.runtime.store import ExpertStore
 
 IMPLEMENTATION = "hotset"
+_FEW_TOKENS = 16
+"""Up to so many tokens every pick's row is kept, so that what is in memory is computed while the rest is read."""
 
 
 def register() -> None:
@@ -46,6 +51,7 @@ class LayerDispatch:
         self.runtime = runtime
         self.row = row
         self.module = module
+        self.format = runtime.store.formats[row]
 
     def __deepcopy__(self, _memo: object) -> LayerDispatch:
         """A copied module runs the same experts: there is one copy of them."""
@@ -57,9 +63,64 @@ class LayerDispatch:
         """[T, H], [T, K], [T, K] -> [T, H], on hidden_states' device."""
         ids = top_k_index.cpu()  # exact mode needs them on the host: the misses are computed there
         self.runtime.count(self.row, ids.numpy(), top_k_weights)
-        if hidden_states.device.type == "cpu":
-            return self._on_one_device(hidden_states, ids, top_k_weights)
-        return self._on_two_devices(hidden_states, ids, top_k_weights)
+        if hidden_states.device.type != "cpu":
+            return self._on_two_devices(hidden_states, ids, top_k_weights)
+        if self.format.computes_together:
+            return self._together(hidden_states.contiguous(), ids, top_k_weights)
+        return self._on_one_device(hidden_states, ids, top_k_weights)
+
+    def _together(self, hidden: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Both tiers in host memory, all experts in one call of the kernels; where some must come from disk, several
+        calls with the same bits."""
+        store, row, num_experts = self.runtime.store, self.row, self.runtime.num_experts
+        ids, order = ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts).sort(dim=1)
+        gate = gate.gather(1, order)
+        experts = [expert for expert in np.unique(ids.numpy()).tolist() if expert < num_experts]
+        ready, waiting = store.acquire_ready(row, experts)
+        few = len(hidden) <= _FEW_TOKENS
+        try:
+            weights = {expert: tensors for expert, (tensors, _) in ready.items()}
+            if few or not waiting:
+                store.announce(row, list(ready))
+                ahead = _Ahead(store, row, waiting)
+                if not waiting:
+                    return self.format.moe(hidden, ids, gate, weights)
+                not_yet = torch.isin(ids, torch.tensor(waiting))
+                rows = self.format.rows(hidden, ids.masked_fill(not_yet, num_experts), weights)
+        finally:
+            for expert, (_, tier) in ready.items():
+                store.release(row, expert, tier)
+        if not few:
+            return self._expert_by_expert(hidden, ids, gate, experts)
+        for expert in waiting:
+            ahead.step()
+            tokens, positions = (ids == expert).nonzero(as_tuple=True)
+            tensors, tier = store.acquire(row, expert)
+            try:
+                rows[tokens, positions] = self.format.expert_rows(self.module, hidden[tokens], tensors)
+            finally:
+                store.release(row, expert, tier)
+        return self.format.combine(hidden, ids, gate, rows)
+
+    def _expert_by_expert(
+        self, hidden: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor, experts: list[int]
+    ) -> torch.Tensor:
+        """The sum of `_together` for many tokens, holding one expert at a time: ids [T, K] ascending in each row."""
+        store, row = self.runtime.store, self.row
+        total = torch.zeros(hidden.shape)
+        ahead = _Ahead(store, row, experts)
+        for expert in experts:
+            ahead.step()
+            tokens, positions = (ids == expert).nonzero(as_tuple=True)
+            part = total[tokens]
+            weights, tier = store.acquire(row, expert)
+            try:
+                mine, mass = torch.full((len(tokens), 1), expert), gate[tokens, positions][:, None]
+                self.format.moe(hidden[tokens], mine, mass, {expert: weights}, add_to=part)
+            finally:
+                store.release(row, expert, tier)
+            total[tokens] = part
+        return total.to(hidden.dtype)
 
     def _on_one_device(self, hidden: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         store, row, module = self.runtime.store, self.row, self.module
@@ -74,7 +135,8 @@ class LayerDispatch:
                 ahead.step()
                 weights, tier = store.acquire(row, expert)
                 try:
-                    parts[expert] = (run_expert(module, hidden, weights) * gate[:, at, None]).to(out.dtype)
+                    rows = self.format.expert_rows(module, hidden, weights)
+                    parts[expert] = (rows * gate[:, at, None]).to(out.dtype)
                 finally:
                     store.release(row, expert, tier)
             for expert, _ in picks:
@@ -86,7 +148,7 @@ class LayerDispatch:
             ahead.step()
             weights, tier = store.acquire(row, expert)
             try:
-                part = run_expert(module, hidden[tokens], weights) * gate[tokens, positions, None]
+                part = self.format.expert_rows(module, hidden[tokens], weights) * gate[tokens, positions, None]
             finally:
                 store.release(row, expert, tier)
             out.index_add_(0, tokens, part.to(out.dtype))
@@ -102,9 +164,10 @@ class LayerDispatch:
         parts: dict[int, torch.Tensor] = {}
         misses = []
 
-        def on_device(expert: int, tokens: torch.Tensor, weights: ExpertWeights) -> None:
+        def on_device(expert: int, tokens: torch.Tensor, weights: ExpertTensors) -> None:
             try:
-                parts[expert] = run_expert(module, hidden[tokens.to(device, non_blocking=True)], weights)
+                rows = hidden[tokens.to(device, non_blocking=True)]
+                parts[expert] = self.format.device_rows(module, rows, weights)
             finally:
                 store.release(row, expert, Tier.GPU)
 
@@ -117,7 +180,7 @@ class LayerDispatch:
         if misses:
             on_host, host_module = hidden.cpu(), self.runtime.host_module(row)
             ahead = _Ahead(store, row, [expert for expert, _ in misses])
-            computed: list[tuple[int, torch.Tensor]] = []
+            computed, misses = self._misses_together(on_host, misses)
             for expert, tokens in misses:
                 ahead.step()
                 weights, tier = store.acquire(row, expert)
@@ -125,19 +188,45 @@ class LayerDispatch:
                     on_device(expert, tokens, weights)
                     continue
                 try:
-                    computed.append((expert, run_expert(host_module, on_host[tokens], weights)))
+                    computed.append((expert, self.format.expert_rows(host_module, on_host[tokens], weights)))
                 finally:
                     store.release(row, expert, tier)
             if computed:
                 back = torch.cat([part for _, part in computed]).to(device, non_blocking=True)
                 rows_per_miss = torch.split(back, [len(part) for _, part in computed])
                 parts.update(zip((expert for expert, _ in computed), rows_per_miss, strict=True))
-        out = torch.zeros_like(hidden)
+        wide = torch.float32 if self.format.computes_together else hidden.dtype
+        out = torch.zeros_like(hidden, dtype=wide)
         for expert, positions, tokens in picks:
             on_gpu, at = tokens.to(device, non_blocking=True), positions.to(device, non_blocking=True)
             part = parts[expert] * gate[on_gpu, at, None]
-            out.index_add_(0, on_gpu, part.to(out.dtype))  # an expert meets a token once: no two adds collide
-        return out
+            out.index_add_(0, on_gpu, part.to(wide))  # an expert meets a token once: no two adds collide
+        return out.to(hidden.dtype)
+
+    def _misses_together(
+        self, hidden: torch.Tensor, misses: list[tuple[int, torch.Tensor]]
+    ) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]]]:
+        """([(expert, rows [n, H])] of the misses in host memory where the format computes many in one call, the rest).
+
+        misses: [(expert, tokens [n])]; hidden [T, H] on the CPU.
+        """
+        if not self.format.computes_together:
+            return [], misses
+        store, row = self.runtime.store, self.row
+        ready, _ = store.acquire_ready(row, [expert for expert, _ in misses])
+        try:
+            on_host = {expert: weights for expert, (weights, tier) in ready.items() if tier is Tier.HOST}
+            mine = [(expert, tokens) for expert, tokens in misses if expert in on_host]
+            if not mine:
+                return [], misses
+            ids = torch.cat([torch.full((len(tokens), 1), expert) for expert, tokens in mine])
+            rows = self.format.rows(hidden[torch.cat([tokens for _, tokens in mine])], ids, on_host)[:, 0]
+        finally:
+            for expert, (_, tier) in ready.items():
+                store.release(row, expert, tier)
+        parts = torch.split(rows, [len(tokens) for _, tokens in mine])
+        done = [(expert, part) for (expert, _), part in zip(mine, parts, strict=True)]
+        return done, [(expert, tokens) for expert, tokens in misses if expert not in on_host]
 
 
 class _Ahead:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,9 +18,9 @@ import torch
 
 from hotset.core import Tier
 from hotset.errors import BudgetError, PolicyError
-from hotset.models.experts import ExpertLayer
 from hotset.policies import Setting, make_policy
 from hotset.residency import ABSENT, Residency
+from hotset.runtime.expert_formats.contract import ExpertFormat, ExpertTensors
 from hotset.runtime.memory import allocate_host, buffer_bytes
 
 DEFAULT_POLICY = "lfu-aged"
@@ -53,7 +53,7 @@ def policy_options(policy: str, num_experts: int) -> dict[str, int]:
 
 
 class HostCache:
-    """Host buffers for some of L layers' experts.
+    """Host buffers for some of L layers' experts, held in the rows' `formats`.
 
     read: reads one expert into a buffer; called from `readers` threads at once. budget_bytes: most bytes of buffers.
     Layers of one size share all buffers; where sizes differ, each layer gets its share of the budget.
@@ -63,8 +63,8 @@ class HostCache:
 
     def __init__(
         self,
-        layers: Sequence[ExpertLayer],
-        read: Callable[[int, int, Mapping[str, torch.Tensor]], None],
+        formats: Sequence[ExpertFormat],
+        read: Callable[[int, int, ExpertTensors], None],
         budget_bytes: int,
         *,
         policy: str = DEFAULT_POLICY,
@@ -72,12 +72,12 @@ class HostCache:
     ) -> None:
         if policy not in CACHE_POLICIES:
             raise PolicyError(f"host cache policy {policy!r}: wanted one of {', '.join(CACHE_POLICIES)}")
-        self.layers = list(layers)
+        self.formats = list(formats)
         self.budget_bytes = budget_bytes
         self.policy_name = policy
         self.statistics = CacheStatistics()
-        num_layers, num_experts = len(self.layers), self.layers[0].num_experts
-        self._shapes = [{name: (p.shape[1:], p.dtype) for name, p in x.parameters.items()} for x in self.layers]
+        num_layers, num_experts = len(self.formats), self.formats[0].layer.num_experts
+        self._shapes = [fmt.host_shapes for fmt in self.formats]
         self._sizes = [buffer_bytes(shapes) for shapes in self._shapes]
         smallest = sum(self._sizes) if len(set(map(str, self._shapes))) > 1 else self._sizes[0]
         if budget_bytes < smallest:
@@ -119,11 +119,11 @@ class HostCache:
         """Whether the expert's bytes are in memory now."""
         return self.residency.slot(row, expert) != ABSENT
 
-    def acquire(self, row: int, expert: int) -> Mapping[str, torch.Tensor]:
+    def acquire(self, row: int, expert: int) -> ExpertTensors:
         """The expert's buffer, locked until `release`; waits while it is being read.
 
-        A caller holds at most one at a time (else two callers could wait for each other's buffers). Raises what the
-        read raised.
+        A caller that waits holds none (else two callers could wait for each other's buffers). Raises what the read
+        raised.
         """
         started = 0.0
         while True:
@@ -141,6 +141,12 @@ class HostCache:
                     self._changed.wait()
                     continue
             reading.result()
+
+    def acquire_ready(self, row: int, expert: int) -> ExpertTensors | None:
+        """The expert's buffer, locked until `release`, or None where it is not in memory now."""
+        with self._changed:
+            slot = self.residency.acquire(row, expert)
+            return None if slot == ABSENT else self._buffers[self._place(row, slot)]
 
     def release(self, row: int, expert: int) -> None:
         """Undo one `acquire`."""
@@ -183,7 +189,7 @@ class HostCache:
             with self._changed:
                 self.residency.publish(move)
                 self.statistics.loads += 1
-                self.statistics.read_bytes += self.layers[row].bytes_per_expert
+                self.statistics.read_bytes += self.formats[row].expert_bytes
                 self._end_read(row, expert)
 
         future = self._readers.submit(read)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from hotset.errors import CheckpointError, ModelError, UnsupportedModelError
+from hotset.kernels import ExpertWeights
 from hotset.models.checkpoint import Checkpoint, TensorEntry
 from hotset.models.experts import ExpertLayer, find_expert_layers, model_class_of
 
@@ -299,6 +300,11 @@ class ExpertReader:
             }
             parts, dim = recipe.parts(pieces, f"{layer.name}.{name}", parameter.shape[1:], self._config)
             self._place(parts, dim, target[name], f"expert {expert} of layer {layer.layer_id}: {name}")
+
+    def read_stored(self, row: int, expert: int) -> ExpertWeights:
+        """One expert's quantised weights as they are stored. Raises CheckpointError: this checkpoint's are float."""
+        layer = self._layers[row].layer_id
+        raise CheckpointError(f"{self.checkpoint.folder}: expert {expert} of layer {layer} is not stored quantised")
 
     def place_by_products(self, model: Any, info: Any, device: torch.device, dtype: torch.dtype) -> None:
         """Give the model the other parameters that an expert converter makes, which Transformers has not seen."""

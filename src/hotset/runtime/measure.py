@@ -61,7 +61,7 @@ def record_decode(model: Any, input_ids: torch.Tensor, new_tokens: int) -> tuple
     ids = np.stack([np.concatenate(calls) for calls in seen])
     phase = np.full(ids.shape[1], DECODE, np.uint8)
     phase[: input_ids.shape[1]] = PREFILL
-    sizes = np.array([[layer.bytes_per_expert] * runtime.num_experts for layer in runtime.layers], np.int64)
+    sizes = np.array([[fmt.expert_bytes] * runtime.num_experts for fmt in runtime.store.formats], np.int64)
     trace = Trace.from_arrays(
         np.where((ids >= 0) & (ids < runtime.num_experts), ids, -1),
         num_experts=runtime.num_experts,

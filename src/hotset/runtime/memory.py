@@ -5,6 +5,7 @@ Knows pages and mappings; knows nothing of experts.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import resource
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+_HUGE_PAGE_BYTES = 2 << 20
 _ALIGNMENT = 64
 """Bytes: a cache line, and one AVX-512 register."""
 
@@ -57,6 +59,9 @@ def allocate_host(shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[
     if total == 0:
         return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     mapping = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if total >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages gives small ones
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # experts are read from end to end: page tables would be walked
     with torch.inference_mode(False):  # moves allocate inside generate; the buffers outlive its inference mode
         buffer = torch.frombuffer(mapping, dtype=torch.uint8)
         return {

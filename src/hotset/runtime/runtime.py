@@ -22,15 +22,19 @@ from hotset.core import Plan
 from hotset.errors import BudgetError, ModelError, PlanError, PolicyError, UnsupportedModelError
 from hotset.models.checkpoint import Checkpoint, resolve_model_folder
 from hotset.models.experts import ExpertLayer
+from hotset.ops import ShedPolicy
 from hotset.runtime.adapting import Adaptation, Adapter
 from hotset.runtime.copy_policy import CopyPolicy, SkipRequest, resolve_copy_policy
 from hotset.runtime.dispatch import IMPLEMENTATION, LayerDispatch, register
+from hotset.runtime.expert_formats.choice import FormatChoice, KernelRequest, choose_formats
+from hotset.runtime.expert_formats.contract import ExpertFormat, ExpertTensors
 from hotset.runtime.host_cache import DEFAULT_POLICY, HostCache
 from hotset.runtime.loading import load_skeleton
 from hotset.runtime.memory import buffer_bytes, peak_bytes, resident_bytes
 from hotset.runtime.recording import Forward, ServingRecorder
+from hotset.runtime.shedding import SheddingDispatch, enable_shedding
 from hotset.runtime.statistics import Phase, PhaseStatistics, merged
-from hotset.runtime.store import ExpertStore, ReadExpert, host_shapes
+from hotset.runtime.store import ExpertStore, ReadExpert
 from hotset.traces.writer import TraceWriter
 from hotset.units import format_bytes, parse_bytes
 
@@ -53,6 +57,8 @@ def load(
     training: bool = False,
     host_memory_bytes: int | str | None = None,
     host_cache_policy: str = DEFAULT_POLICY,
+    kernels: KernelRequest = "auto",
+    shed: ShedPolicy | float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
     """A Transformers model that `generate` works on, with each expert in exactly one tier.
@@ -64,7 +70,10 @@ def load(
     do without a host copy, see `copy_policy`. training: the caller will train (what surrounds the experts; they stay as
     they are). host_memory_bytes: the most memory that this process may take, e.g. "12GiB"; experts that do not fit
     stay in the checkpoint and are read when picked, through a cache run by host_cache_policy (lfu-aged, lru, lfu).
-    progress: called with (experts read, experts to read).
+    kernels: what computes experts on the host. "auto": the compiled kernels for bfloat16, float16 and quantised
+    experts, torch for float32, whose bits are then those of Transformers' eager loops; "compiled" or "torch" forces
+    one. shed: skip experts that are not on the GPU where the others keep this share of a token's gate mass, a policy or
+    a keep_mass; default never. progress: called with (experts read, experts to read).
 
     The model gets `model.hotset` (the Runtime) and `model.hotset_report()`.
     Raises ModelError, CheckpointError, UnsupportedModelError, PlanError (plan of another model), PolicyError,
@@ -79,16 +88,23 @@ def load(
     )
     skeleton = load_skeleton(folder, dtype=dtype, device=target)
     mask = _resolve_mask(plan, skeleton.layers, skeleton.reader.checkpoint)
-    read = skeleton.reader.read_into
+    choice = choose_formats(skeleton.layers, None, kernels=kernels, training=training)
+    formats = choice.formats
+
+    def read(row: int, expert: int, into: ExpertTensors) -> None:
+        formats[row].read(skeleton.reader, row, expert, into)
+
     budget = None if host_memory_bytes is None else parse_bytes(host_memory_bytes)
-    cache = _host_cache(skeleton.layers, mask, target, read, copies, budget, host_cache_policy)
+    cache = _host_cache(formats, mask, target, read, copies, budget, host_cache_policy)
     if cache is not None and not skeleton.reader.reads_single_experts:
         raise UnsupportedModelError(
             f"{folder}: its experts are stored so that a whole layer must be converted to read one: "
             "they cannot stay on disk; give host memory for all of them"
         )
-    store = ExpertStore(skeleton.layers, mask, target, read, copies=copies, restore=restore, cache=cache)
-    runtime = Runtime(skeleton.model, store, skeleton.non_expert_bytes, settings, budget)
+    store = ExpertStore(
+        skeleton.layers, mask, target, read, formats=formats, copies=copies, restore=restore, cache=cache
+    )
+    runtime = Runtime(skeleton.model, store, skeleton.non_expert_bytes, choice, settings, budget)
     runtime.model_fingerprint = skeleton.reader.checkpoint.fingerprint
     store.load(progress)
     register()
@@ -100,11 +116,14 @@ def load(
         "skipped" if copies.skip else "kept",
         copies.warning or copies.reason,
     )
+    logger.info("experts on the host: %s (%s)", choice.name, choice.reason)
+    if shed is not None:
+        enable_shedding(skeleton.model, shed if isinstance(shed, ShedPolicy) else ShedPolicy(keep_mass=shed))
     return skeleton.model
 
 
 def _host_cache(
-    layers: list[ExpertLayer],
+    formats: list[ExpertFormat],
     mask: NDArray[np.bool_],
     device: torch.device,
     read: ReadExpert,
@@ -115,7 +134,7 @@ def _host_cache(
     """None where no budget is given or everything fits. Raises BudgetError where too little is left to run."""
     if budget is None:
         return None
-    sizes = np.array([buffer_bytes(host_shapes(layer)) for layer in layers])
+    sizes = np.array([buffer_bytes(fmt.host_shapes) for fmt in formats])
     on_host = ~mask if copies.skip else np.ones_like(mask)
     needed = int((on_host.sum(axis=1) * sizes).sum())
     arena = int((mask.sum(axis=1) * sizes).sum()) if device.type == "cpu" else 0
@@ -139,7 +158,7 @@ def _host_cache(
             f"{account}; that leaves {format_bytes(max(left, 0))} for experts and at least "
             f"{format_bytes(least)} are needed: give {format_bytes(budget - left + least)} or more"
         )
-    return HostCache(layers, read, left, policy=policy)
+    return HostCache(formats, read, left, policy=policy)
 
 
 class Runtime:
@@ -153,11 +172,13 @@ class Runtime:
         model: Any,
         store: ExpertStore,
         non_expert_bytes: int,
+        choice: FormatChoice,
         adaptation: Adaptation | None = None,
         host_memory_bytes: int | None = None,
     ) -> None:
         self.model = model
         self.store = store
+        self.choice = choice
         self.layers = store.layers
         self.num_experts = self.layers[0].num_experts
         self.device = store.device
@@ -223,7 +244,7 @@ class Runtime:
         """
         if self._recorder is not None:
             raise ModelError("a recording is under way: end it before the next one begins")
-        sizes = np.array([layer.bytes_per_expert for layer in self.layers], np.int64)
+        sizes = np.array([fmt.expert_bytes for fmt in self.store.formats], np.int64)
         writer = TraceWriter(
             folder,
             num_experts=self.num_experts,
@@ -264,6 +285,7 @@ class Runtime:
             "device": str(self.device),
             "arena": "a second arena in host memory" if arena_on_host else f"device memory of {self.device}",
             "experts": experts,
+            "host_compute": {"format": self.choice.name, "kernels": self.choice.kernels, "reason": self.choice.reason},
             "bytes": {
                 "arena": store.arena_bytes,
                 "host_experts": store.host_bytes,
@@ -279,6 +301,7 @@ class Runtime:
             "host_memory_bytes": self.host_memory_bytes,
             "hit_rate": both.hit_rate,
             "token_resident_rate": both.token_resident_rate,
+            "keep_mass": None if self._shedding is None else self._shedding.policy.keep_mass,
             "dropped_mass": self._dropped_mass(),
             "moves": asdict(self.adapter.statistics) if self.adapter is not None else None,
             "disk": None if cache is None else {**cache.report(), **asdict(cache.statistics)},
@@ -286,12 +309,16 @@ class Runtime:
             "decode": phases["decode"].to_json(),
         }
 
+    @property
+    def _shedding(self) -> SheddingDispatch | None:
+        found = self.layers[0].module.hotset_layer
+        return found if isinstance(found, SheddingDispatch) else None
+
     def _dropped_mass(self) -> float:
         """Share of the gate mass that shedding dropped; 0 in exact mode, which drops nothing."""
-        ledger: Any = getattr(self.layers[0].module.hotset_layer, "ledger", None)
-        if ledger is None:
+        if self._shedding is None:
             return 0.0
-        totals = ledger.totals()
+        totals = self._shedding.ledger.totals()
         mass = float(totals.mass.sum())
         return float(totals.dropped_mass.sum()) / mass if mass > 0 else 0.0
 

@@ -11,7 +11,8 @@ With a `HostCache` host memory is bounded: experts away from the arena live in t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import numpy as np
@@ -23,26 +24,28 @@ from hotset.errors import ExpertNotOnHost, ResidencyError
 from hotset.models.experts import ExpertLayer
 from hotset.residency import ABSENT, Residency, Swap
 from hotset.runtime.copy_policy import CopyPolicy, RestoreSource, resolve_copy_policy
+from hotset.runtime.expert_formats.contract import ExpertFormat, ExpertTensors, plain_formats
 from hotset.runtime.host_cache import HostCache
 from hotset.runtime.memory import allocate_host
 
-ExpertWeights = Mapping[str, torch.Tensor]
-"""Parameter name -> this expert's tensor."""
-ReadExpert = Callable[[int, int, ExpertWeights], None]
-"""(row, expert, target): read that expert's parameters into the target's tensors."""
-CopyWeights = Callable[[ExpertWeights, ExpertWeights], None]
+ReadExpert = Callable[[int, int, ExpertTensors], None]
+"""(row, expert, target): read that expert into tensors of its format's `host_shapes`."""
+CopyWeights = Callable[[ExpertTensors, ExpertTensors], None]
 """(source, target): copy every tensor; returns when the bytes have landed."""
 
 
 _WINDOW = 16
 """More than most models' top-k, so that a decoded token's experts are all read at once."""
+_LOADERS = 4
+"""Threads that read experts at load: packing keeps a core busy while another reads."""
 
 
 class ExpertStore:
     """Arena and host tier of L layers.
 
-    layers: in row order; their `parameters` give shapes and dtypes [E, ...]. mask: [L, E] bool, True = in the arena.
-    device: where the arena is; "cpu" is a real second arena in host memory. read: reads one expert from the checkpoint.
+    layers: in row order. mask: [L, E] bool, True = in the arena. device: where the arena is; "cpu" is a real second
+    arena in host memory. read: reads one expert from the checkpoint. formats: how each row's experts are held, default
+    plain.
     copies: whether residents keep a host copy, default not. restore: whence a demoted expert gets its host copy where
     none was kept. cache: bounds the host tier; None holds every expert away from the arena in memory. copy: how bytes
     get between tiers (tests inject failures here).
@@ -55,12 +58,14 @@ class ExpertStore:
         device: torch.device,
         read: ReadExpert,
         *,
+        formats: Sequence[ExpertFormat] | None = None,
         copies: CopyPolicy | None = None,
         restore: RestoreSource | None = None,
         cache: HostCache | None = None,
         copy: CopyWeights | None = None,
     ) -> None:
         self.layers = list(layers)
+        self.formats = plain_formats(layers) if formats is None else list(formats)
         self.device = device
         self.copies = copies or resolve_copy_policy("auto", dynamic=restore is not None, restore=restore)
         self.restore = restore
@@ -75,17 +80,13 @@ class ExpertStore:
         home = Tier.HOST if cache is None else Tier.DISK
         self.residency = Residency(mask.shape[1], slots, initial_mask=mask, home=home)
         self.arena: list[dict[str, torch.Tensor]] = [
-            {
-                name: torch.empty((int(count), *p.shape[1:]), dtype=p.dtype, device=device)
-                for name, p in layer.parameters.items()
-            }
-            for layer, count in zip(self.layers, slots, strict=True)
+            _slots_of(fmt, int(count), device) for fmt, count in zip(self.formats, slots, strict=True)
         ]
-        self._slots: list[list[ExpertWeights]] = [
+        self._slots: list[list[ExpertTensors]] = [
             [{name: tensor[slot] for name, tensor in arena.items()} for slot in range(int(count))]
             for arena, count in zip(self.arena, slots, strict=True)
         ]
-        self._host: list[list[ExpertWeights | None]] = [[None] * layer.num_experts for layer in self.layers]
+        self._host: list[list[ExpertTensors | None]] = [[None] * layer.num_experts for layer in self.layers]
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Read every expert once, straight into the tier where it lives. progress(experts done, experts in all).
@@ -93,15 +94,31 @@ class ExpertStore:
         With a cache only the arena is read: the other experts come when they are asked for.
         """
         wanted = list(self._to_load())
-        for done, (row, expert, slot) in enumerate(wanted, start=1):
-            if slot != ABSENT:
-                self._read(row, expert, self.on_gpu(row, slot))
+        with ThreadPoolExecutor(_LOADERS, thread_name_prefix="hotset-load") as loaders:
+            loads = [loaders.submit(self._load_one, *one) for one in wanted]
+            try:
+                for done, load in enumerate(as_completed(loads), start=1):
+                    load.result()
+                    if progress is not None:
+                        progress(done, len(wanted))
+            except BaseException:  # Ctrl-C too: what has not begun need not
+                loaders.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _load_one(self, row: int, expert: int, slot: int) -> None:
+        in_place = self.formats[row].slot_shapes(self.device) == self.formats[row].host_shapes
+        if slot != ABSENT and in_place:
+            self._read(row, expert, self.on_gpu(row, slot))
+        if slot == ABSENT or not self.copies.skip or not in_place:
+            host = self.new_host_buffer(row)
+            if slot != ABSENT and in_place:
+                self._copy(self.on_gpu(row, slot), host)
+            else:
+                self._read(row, expert, host)
+            if slot != ABSENT and not in_place:
+                self._to_slot(row, host, slot)
             if slot == ABSENT or not self.copies.skip:
-                host = self.new_host_buffer(row)
-                self._read(row, expert, host) if slot == ABSENT else self._copy(self.on_gpu(row, slot), host)
                 self._host[row][expert] = host
-            if progress is not None:
-                progress(done, len(wanted))
 
     def _to_load(self) -> Iterator[tuple[int, int, int]]:
         for row, layer in enumerate(self.layers):
@@ -112,11 +129,11 @@ class ExpertStore:
 
     # -- reading -------------------------------------------------------------------------------------------
 
-    def on_gpu(self, row: int, slot: int) -> ExpertWeights:
+    def on_gpu(self, row: int, slot: int) -> ExpertTensors:
         """Views of one arena slot."""
         return self._slots[row][slot]
 
-    def on_host(self, row: int, expert: int) -> ExpertWeights:
+    def on_host(self, row: int, expert: int) -> ExpertTensors:
         """The host copy of one expert. Raises ExpertNotOnHost where it has none."""
         weights = self._host[row][expert]
         if weights is None:
@@ -130,7 +147,7 @@ class ExpertStore:
             raise ExpertNotOnHost(self.layers[row].layer_id, expert, why)
         return weights
 
-    def acquire(self, row: int, expert: int) -> tuple[ExpertWeights, Tier]:
+    def acquire(self, row: int, expert: int) -> tuple[ExpertTensors, Tier]:
         """(parameters where they live, that tier), safe from moves until `release`. Waits for the disk where it must.
 
         An arena slot and a cached copy are locked; a host buffer is kept alive by the reference that is handed out.
@@ -143,10 +160,26 @@ class ExpertStore:
                 return self.on_host(row, expert), Tier.HOST
         return self.cache.acquire(row, expert), Tier.HOST
 
-    def acquire_resident(self, row: int, expert: int) -> ExpertWeights | None:
+    def acquire_resident(self, row: int, expert: int) -> ExpertTensors | None:
         """The expert's arena slot, locked until `release(..., Tier.GPU)`, or None where it has none."""
         slot = self.residency.acquire(row, expert)
         return None if slot == ABSENT else self._slots[row][slot]
+
+    def acquire_ready(
+        self, row: int, experts: Sequence[int]
+    ) -> tuple[dict[int, tuple[ExpertTensors, Tier]], list[int]]:
+        """({expert: what `acquire` gives} of those in memory now, the others): waits for nothing."""
+        ready: dict[int, tuple[ExpertTensors, Tier]] = {}
+        waiting = []
+        with self.residency.lock:
+            for expert in experts:
+                if self.cache is None or self.residency.slot(row, expert) != ABSENT:
+                    ready[expert] = self.acquire(row, expert)
+                elif (cached := self.cache.acquire_ready(row, expert)) is not None:
+                    ready[expert] = cached, Tier.HOST
+                else:
+                    waiting.append(expert)
+        return ready, waiting
 
     def release(self, row: int, expert: int, tier: Tier) -> None:
         """Undo one `acquire` that gave this tier."""
@@ -187,7 +220,7 @@ class ExpertStore:
                     if victim != ABSENT:
                         self._host[row][victim] = restored
                 try:
-                    self._copy(source, self.on_gpu(row, move.slot))
+                    self._to_slot(row, source, move.slot)
                 except BaseException:
                     self.residency.abort(move)
                     if victim != ABSENT:
@@ -214,14 +247,14 @@ class ExpertStore:
             with self.residency.lock:
                 self.residency.evict(row, expert)
                 self._host[row][expert] = restored
-            return self.move_bytes(row, swaps=True) - self.layers[row].bytes_per_expert
+            return self.move_bytes(row, swaps=True) - self.formats[row].expert_bytes
 
     def move_bytes(self, row: int, *, swaps: bool) -> int:
         """Bytes that a promotion moves; with `swaps` also those that restoring its victim's host copy moves."""
         restores = swaps and self.cache is None and self.copies.skip
-        return self.layers[row].bytes_per_expert * (2 if restores else 1)
+        return self.formats[row].expert_bytes * (2 if restores else 1)
 
-    def _host_copy(self, row: int, expert: int) -> ExpertWeights | None:
+    def _host_copy(self, row: int, expert: int) -> ExpertTensors | None:
         """What the expert's host buffer must be once it has left the arena; None where it goes back to disk."""
         if self.cache is not None or not self.copies.skip:
             return self._host[row][expert]
@@ -235,10 +268,23 @@ class ExpertStore:
             )
         host = self.new_host_buffer(row)
         if self.restore == "slot":
-            self._copy(self.on_gpu(row, slot), host)
+            self._from_slot(row, slot, host)
         else:
             self._read(row, expert, host)
         return host
+
+    def _to_slot(self, row: int, host: ExpertTensors, slot: int) -> None:
+        fmt = self.formats[row]
+        self._copy(host if self.device.type == "cpu" else fmt.to_device(host), self.on_gpu(row, slot))
+
+    def _from_slot(self, row: int, slot: int, host: ExpertTensors) -> None:
+        fmt = self.formats[row]
+        if fmt.slot_shapes(self.device) == fmt.host_shapes:
+            self._copy(self.on_gpu(row, slot), host)
+            return
+        staged = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in fmt.device_shapes.items()}
+        self._copy(self.on_gpu(row, slot), staged)
+        fmt.to_host(staged, host)
 
     def _put_back(self, row: int, victim: int) -> None:
         """A promotion failed after its victim had left: the victim is copied back into the slot that is free again."""
@@ -246,7 +292,7 @@ class ExpertStore:
         try:
             move = self.residency.claim(row, victim)
             try:
-                self._copy(weights, self.on_gpu(row, move.slot))
+                self._to_slot(row, weights, move.slot)
             except BaseException:
                 self.residency.abort(move)
                 raise
@@ -259,7 +305,7 @@ class ExpertStore:
 
     def new_host_buffer(self, row: int) -> dict[str, torch.Tensor]:
         """An uninitialised host buffer for one expert of the row."""
-        return allocate_host(host_shapes(self.layers[row]))
+        return allocate_host(self.formats[row].host_shapes)
 
     # -- account -------------------------------------------------------------------------------------------
 
@@ -296,7 +342,7 @@ class Copier:
         self.device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def __call__(self, source: ExpertWeights, target: ExpertWeights) -> None:
+    def __call__(self, source: ExpertTensors, target: ExpertTensors) -> None:
         """Returns when the bytes have landed."""
         if self._stream is None:
             for name, tensor in target.items():
@@ -309,6 +355,9 @@ class Copier:
         self._stream.synchronize()
 
 
-def host_shapes(layer: ExpertLayer) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of each parameter of one expert."""
-    return {name: (p.shape[1:], p.dtype) for name, p in layer.parameters.items()}
+def _slots_of(fmt: ExpertFormat, count: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """`count` uninitialised slots side by side: name -> [count, ...]; on the CPU each starts at a multiple of 64."""
+    shapes = fmt.slot_shapes(device)
+    if device.type != "cpu":
+        return {n: torch.empty((count, *shape), dtype=dtype, device=device) for n, (shape, dtype) in shapes.items()}
+    return allocate_host({name: (torch.Size((count, *shape)), dtype) for name, (shape, dtype) in shapes.items()})

@@ -1,0 +1,119 @@
+"""Which format a model's experts get, resolved once with its reason.
+
+Knows: what was asked for, what the checkpoint holds, which kernels this machine has. Measures nothing: the compiled
+kernels were faster than torch in every case that `benchmarks/bench_decode.py` measures; where a CPU has AMX, see
+`hotset.kernels.measure_crossover`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+
+from hotset.errors import BackendError, ModelError, OpsError
+from hotset.kernels import LayerSpec, backend
+from hotset.kernels.modules import spec_of
+from hotset.models.experts import ExpertLayer
+from hotset.runtime.expert_formats.contract import ExpertFormat
+from hotset.runtime.expert_formats.packed import PackedFormat
+from hotset.runtime.expert_formats.plain import PlainFormat
+from hotset.runtime.expert_formats.stored import StoredFormat
+
+FormatRequest = Literal["auto", "float", "int8", "int4_g32", "int4_g128"]
+"""auto: as the checkpoint has them. float: in the model's dtype. The others: quantised at load."""
+KernelRequest = Literal["auto", "compiled", "torch"]
+
+
+@dataclass(frozen=True)
+class FormatChoice:
+    """One format per row, and why."""
+
+    formats: list[ExpertFormat]
+    kernels: Literal["compiled", "torch"]
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """Of the rows' formats, without repetition."""
+        return " and ".join(dict.fromkeys(fmt.name for fmt in self.formats))
+
+
+def choose_formats(
+    layers: Sequence[ExpertLayer],
+    quantised: Sequence[LayerSpec] | None,
+    *,
+    kernels: KernelRequest = "auto",
+    training: bool = False,
+) -> FormatChoice:
+    """quantised: the rows' specs where experts are held quantised, else they are float. training: gradients go through.
+
+    Raises ModelError (unknown request, kernels that know no gradients asked for with training), OpsError (a module
+    that the kernels do not compute, and they were asked for, or its experts are quantised), BackendError (forced
+    kernels that are not to be had).
+    """
+    if kernels not in get_args(KernelRequest):
+        raise ModelError(f"kernels is {kernels!r}: wanted {', '.join(get_args(KernelRequest))}")
+    forced = kernels == "compiled" or (kernels == "auto" and os.environ.get("HOTSET_KERNELS") == "compiled")
+    if training:
+        if quantised is not None:
+            raise ModelError(
+                "training is refused: quantised experts know no gradients: load with expert_format='float'"
+            )
+        if kernels == "compiled":
+            raise ModelError("kernels='compiled' and training exclude each other: they know no gradients")
+        return _plain(layers, "training: gradients go through torch's operators")
+    if quantised is not None:
+        return _quantised(layers, quantised, kernels)
+    if kernels == "torch":
+        return _plain(layers, "asked for: torch's operators, with the bits of Transformers' eager loops")
+    dtypes = {p.dtype for layer in layers for p in layer.parameters.values()}
+    if torch.float32 in dtypes and not forced:
+        return _plain(layers, "float32 stays with torch's operators, for the bits of Transformers' eager loops")
+    if not forced and backend().name == "torch":
+        return _plain(layers, backend().reason)
+    _require_compiled()
+    try:
+        specs = [spec_of(module, layer.parameters) for layer in layers for module in layer.modules]
+    except OpsError as problem:
+        if forced:
+            raise
+        return _plain(layers, f"torch's operators: {problem}")
+    by_row = iter(specs)
+    formats: list[ExpertFormat] = []
+    for layer in layers:
+        first, *others = (next(by_row) for _ in layer.modules)
+        if any(other != first for other in others):
+            return _plain(layers, f"torch's operators: modules that share the experts of {layer.name} differ")
+        formats.append(PackedFormat(layer, first))
+    return FormatChoice(formats, "compiled", backend().reason)
+
+
+def quantised_specs(layers: Sequence[ExpertLayer], name: str, **options: object) -> list[LayerSpec]:
+    """The rows' specs when their experts are held in the quantised format of that name, never transposed.
+
+    options: further fields of `LayerSpec`. Raises OpsError where the kernels do not compute what a module does.
+    """
+    specs = [spec_of(layer.module, layer.parameters) for layer in layers]
+    return [replace(spec, format=name, transposed=False, **{"scale_number": "", **options}) for spec in specs]  # type: ignore[arg-type]
+
+
+def _quantised(layers: Sequence[ExpertLayer], specs: Sequence[LayerSpec], kernels: KernelRequest) -> FormatChoice:
+    pairs = list(zip(layers, specs, strict=True))
+    if kernels == "torch" or (kernels == "auto" and backend().name == "torch"):
+        why = "asked for" if kernels == "torch" else backend().reason
+        return FormatChoice([StoredFormat(*pair) for pair in pairs], "torch", f"dequantised for every call: {why}")
+    _require_compiled()
+    return FormatChoice([PackedFormat(*pair) for pair in pairs], "compiled", backend().reason)
+
+
+def _plain(layers: Sequence[ExpertLayer], reason: str) -> FormatChoice:
+    return FormatChoice([PlainFormat(layer) for layer in layers], "torch", reason)
+
+
+def _require_compiled() -> None:
+    if backend().name != "compiled":
+        raise BackendError(f"the compiled kernels were asked for, but: {backend().reason}")

@@ -1,0 +1,137 @@
+"""Experts packed for the compiled kernels, float or quantised, computed many at a time.
+
+On another device an expert is what the kernels unpack: the module's own parameters, or quantised weights as stored.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hotset.errors import ExpertNotOnHost, ModelError
+from hotset.kernels import ExpertWeights, LayerSpec, PackedKernel
+from hotset.kernels.call import Call, check_out
+from hotset.kernels.formats import as_buffer
+from hotset.kernels.modules import expert_weights
+from hotset.models.experts import ExpertLayer, run_expert
+from hotset.runtime.expert_formats.contract import (
+    ExpertFormat,
+    ExpertSource,
+    ExpertTensors,
+    num_bytes,
+    parameter_shapes,
+)
+from hotset.runtime.expert_formats.stored import stored_rows, stored_shapes, stored_tensors
+
+PACKED = "packed"
+"""The one tensor of a packed expert: [spec.layout.expert_bytes] uint8."""
+
+
+class PackedFormat(ExpertFormat):
+    """Packed for, and computed by, the compiled kernels. Raises BackendError where those cannot be compiled.
+
+    spec: the layer's; quantised ones are read as stored, float ones by the module's parameters.
+    """
+
+    computes_together = True
+
+    def __init__(self, layer: ExpertLayer, spec: LayerSpec) -> None:
+        super().__init__(layer)
+        self.spec = spec
+        self.kernel = PackedKernel(spec, layer.layer_id, self._absent)
+        self.name = f"{spec.format}, packed"
+        self.host_shapes = {PACKED: (torch.Size([spec.layout.expert_bytes]), torch.uint8)}
+        self._is_float = spec.kind.scales == "none"
+        self._parameters = parameter_shapes(layer)
+        self.device_shapes = self._parameters if self._is_float else stored_shapes(spec)
+        self.expert_bytes = num_bytes(self.device_shapes)
+        self._scratch = threading.local()
+
+    # -- bytes -----------------------------------------------------------------------------------------------------
+
+    def read(self, source: ExpertSource, row: int, expert: int, target: ExpertTensors) -> None:
+        if self._is_float:
+            scratch = self._buffers()
+            source.read_into(row, expert, scratch)
+            weights = expert_weights(scratch)
+        else:
+            weights = source.read_stored(row, expert)
+        self.kernel.pack(weights, target[PACKED].numpy())
+
+    def to_device(self, host: ExpertTensors) -> ExpertTensors:
+        weights = self.kernel.unpack(host[PACKED].numpy())
+        return self._module_tensors(weights) if self._is_float else stored_tensors(weights)
+
+    def to_host(self, slot: ExpertTensors, target: ExpertTensors) -> None:
+        weights = expert_weights(slot) if self._is_float else ExpertWeights(**slot)
+        self.kernel.pack(weights, target[PACKED].numpy())
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Tensors of the module's parameters, one set per thread."""
+        if not hasattr(self._scratch, "tensors"):
+            shapes = self._parameters.items()
+            with torch.inference_mode(False):
+                self._scratch.tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes}
+        tensors: dict[str, torch.Tensor] = self._scratch.tensors
+        return tensors
+
+    def _module_tensors(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+        first = "gate_up_proj" if self.spec.gated else "up_proj"
+        names = {"gate_up": first, "gate_up_bias": f"{first}_bias", "down": "down_proj", "down_bias": "down_proj_bias"}
+        return {names[name]: tensor for name, tensor in stored_tensors(weights).items()}
+
+    # -- computing -------------------------------------------------------------------------------------------------
+
+    def expert_rows(self, _module: nn.Module, rows: torch.Tensor, weights: ExpertTensors) -> torch.Tensor:
+        ids = torch.zeros((len(rows), 1), dtype=torch.int64)
+        return self.rows(rows, ids, {0: weights})[:, 0]
+
+    def device_rows(self, module: nn.Module, rows: torch.Tensor, weights: ExpertTensors) -> torch.Tensor:
+        return run_expert(module, rows, weights) if self._is_float else stored_rows(self.spec, rows, weights)
+
+    def moe(
+        self,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        gate: torch.Tensor,
+        experts: Mapping[int, ExpertTensors],
+        *,
+        add_to: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        call = self._call(hidden, ids, gate)
+        out = torch.empty_like(hidden, memory_format=torch.contiguous_format) if add_to is None else add_to
+        rows = check_out(call, out, None if add_to is None else "fp32")
+        self.kernel.run(self._addresses(experts), call, rows, accumulate=add_to is not None)
+        return out
+
+    def rows(self, hidden: torch.Tensor, ids: torch.Tensor, experts: Mapping[int, ExpertTensors]) -> torch.Tensor:
+        out = torch.empty((*ids.shape, self.spec.hidden))
+        self.kernel.run(self._addresses(experts), self._call(hidden, ids, None), as_buffer("rows", out))
+        return out
+
+    def combine(self, hidden: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        call, out = self._call(hidden, ids, gate), torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        self.kernel.combine(call, as_buffer("rows", rows), check_out(call, out))
+        return out
+
+    def _call(self, hidden: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor | None) -> Call:
+        if hidden.requires_grad and torch.is_grad_enabled():
+            raise ModelError(
+                f"layer {self.layer.layer_id} is computed by kernels that know no gradients: load with training=True, "
+                "or run under torch.no_grad()"
+            )
+        return Call.of(self.spec, self.layer.layer_id, hidden, ids, gate, None)
+
+    def _addresses(self, experts: Mapping[int, ExpertTensors]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        addresses = np.zeros(self.spec.num_experts, np.uint64)
+        for expert, weights in experts.items():
+            addresses[expert] = weights[PACKED].data_ptr()
+        return addresses
+
+    def _absent(self, expert: int) -> ExpertNotOnHost:
+        return ExpertNotOnHost(self.layer.layer_id, expert, "it was not handed to the kernels with its pick")

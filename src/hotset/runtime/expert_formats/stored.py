@@ -1,0 +1,106 @@
+"""Quantised experts as checkpoints store them, computed by torch: any device, no compiler, no speed.
+
+Every call dequantises to float32 and multiplies: right, and slow on the host, where the compiled kernels are meant to
+do this (`packed.py`). In a GPU's slot it keeps the arena at the quantised size.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from hotset.kernels import ExpertWeights, LayerSpec
+from hotset.kernels.formats import FP4_VALUES, checked_weights, scale_shape
+from hotset.kernels.torch_layer import expert_rows as rows_of_matrices
+from hotset.kernels.torch_layer import tensor_of_bits
+from hotset.models.experts import ExpertLayer
+from hotset.runtime.expert_formats.contract import ExpertFormat, ExpertSource, ExpertTensors, Shapes, num_bytes
+
+_NUMBERS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "e8m0": torch.uint8}
+
+
+class StoredFormat(ExpertFormat):
+    """Codes, scales and biases as stored, on every device alike. spec: the layer's, quantised."""
+
+    def __init__(self, layer: ExpertLayer, spec: LayerSpec) -> None:
+        super().__init__(layer)
+        self.spec = spec
+        self.name = f"{spec.format}, as stored"
+        self.host_shapes = self.device_shapes = stored_shapes(spec)
+        self.expert_bytes = num_bytes(self.host_shapes)
+
+    def read(self, source: ExpertSource, row: int, expert: int, target: ExpertTensors) -> None:
+        weights = source.read_stored(row, expert)
+        checked_weights(self.spec, weights)
+        self.to_host(stored_tensors(weights), target)
+
+    def to_device(self, host: ExpertTensors) -> ExpertTensors:
+        return host
+
+    def to_host(self, slot: ExpertTensors, target: ExpertTensors) -> None:
+        for name, tensor in target.items():
+            tensor.copy_(slot[name].reshape(tensor.shape))
+
+    def expert_rows(self, _module: nn.Module, rows: torch.Tensor, weights: ExpertTensors) -> torch.Tensor:
+        return stored_rows(self.spec, rows, weights)
+
+    def device_rows(self, _module: nn.Module, rows: torch.Tensor, weights: ExpertTensors) -> torch.Tensor:
+        return stored_rows(self.spec, rows, weights)
+
+
+def stored_shapes(spec: LayerSpec) -> Shapes:
+    """Name in `ExpertWeights` -> shape and dtype of a quantised expert; FP8 codes are bytes."""
+    shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for name, rows, k in (("gate_up", spec.first_rows, spec.hidden), ("down", spec.hidden, spec.intermediate)):
+        dtype = torch.int8 if spec.format == "int8" else torch.uint8
+        shapes[name] = torch.Size([rows, -(-k * spec.kind.bits // 8)]), dtype
+        shapes[f"{name}_scale"] = torch.Size(scale_shape(spec.kind, rows, k)), _NUMBERS[spec.scale_number]
+        if spec.bias != "none":
+            shapes[f"{name}_bias"] = torch.Size([rows]), _NUMBERS[spec.bias]
+    return shapes
+
+
+def stored_tensors(weights: ExpertWeights) -> dict[str, torch.Tensor]:
+    """The parts that are there, as tensors on the same memory; FP8 codes as bytes."""
+    parts = {name: value for name, value in vars(weights).items() if value is not None}
+    tensors = {n: v if isinstance(v, torch.Tensor) else tensor_of_bits(v) for n, v in parts.items()}
+    return {
+        n: t.view(torch.uint8) if t.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu) else t
+        for n, t in tensors.items()
+    }
+
+
+def stored_rows(spec: LayerSpec, rows: torch.Tensor, weights: ExpertTensors) -> torch.Tensor:
+    """[n, H] float32 of one quantised expert for rows [n, H], on whichever device all of it is."""
+    first, second = (_float(spec, weights, name) for name in ("gate_up", "down"))
+    biases = [b if b is None else b.float() for b in (weights.get("gate_up_bias"), weights.get("down_bias"))]
+    if spec.interleaved:
+        first = torch.cat([first[::2], first[1::2]])
+        biases[0] = None if biases[0] is None else torch.cat([biases[0][::2], biases[0][1::2]])
+    return rows_of_matrices(spec, (first, second, biases[0], biases[1]), rows)
+
+
+def _float(spec: LayerSpec, weights: ExpertTensors, name: str) -> torch.Tensor:
+    """[N, K] float32 values of one matrix."""
+    codes, scales, kind = weights[name], weights[f"{name}_scale"], spec.kind
+    k = spec.hidden if name == "gate_up" else spec.intermediate
+    if kind.bits == 4:
+        nibbles = torch.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)[:, :k]
+        values = _fp4_values(codes.device)[nibbles.long()] if kind.name == "mxfp4" else nibbles.float() - 8
+    else:
+        values = codes.float() if kind.name == "int8" else codes.view(torch.float8_e4m3fn).float()
+    if spec.scale_number == "e8m0":
+        scales = torch.ldexp(torch.ones((), device=scales.device), scales.int() - 127)
+    scales = scales.float()
+    if kind.scales == "block":
+        scales = scales.repeat_interleave(kind.group, 0)[: len(values)]
+    if kind.scales == "row":
+        return values * scales.reshape(-1, 1)
+    return values * scales.repeat_interleave(kind.group, 1)[:, :k]
+
+
+@lru_cache(maxsize=4)
+def _fp4_values(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(FP4_VALUES).to(device)
