@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,6 +74,39 @@ def write_arrays(path: str | Path, arrays: Mapping[str, NDArray[Any]], metadata:
             save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary, metadata=texts)
         except SafetensorError as problem:  # its writer reports a full disk this way
             raise FileFormatError(f"{path}: cannot be written: {problem}") from None
+
+
+@contextlib.contextmanager
+def writing_parts(
+    path: str | Path, arrays: Mapping[str, tuple[str, Sequence[int], int]], metadata: Mapping[str, Any]
+) -> Iterator[Callable[[str, int, NDArray[Any]], None]]:
+    """Write a safetensors file that is too large to hold, atomically: `write(name, index, part)`
+    puts one entry of an array.
+
+    arrays: name -> (safetensors' name of its dtype, shape, bytes of one part, which is an entry of the first axis).
+    Parts may be written in any order and from several threads. Raises OSError as usual.
+    """
+    header: dict[str, Any] = {"__metadata__": {k: json.dumps(v, default=jsonable) for k, v in metadata.items()}}
+    starts, end = {}, 0
+    for name, (dtype, shape, part_bytes) in arrays.items():
+        starts[name] = end
+        end += shape[0] * part_bytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [starts[name], end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_path(path) as temporary, temporary.open("wb", buffering=0) as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        stream.truncate(8 + len(text) + end)
+
+        def write(name: str, index: int, part: NDArray[Any]) -> None:
+            size, data = arrays[name][2], np.ascontiguousarray(part).data.cast("B")
+            assert len(data) == size, f"{name}[{index}] has {len(data)} bytes, wanted {size}"
+            at = 8 + len(text) + starts[name] + index * size
+            while data:
+                done = os.pwrite(stream.fileno(), data, at)
+                data, at = data[done:], at + done
+
+        yield write
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ def register(app: typer.Typer) -> None:
             None, help="Most memory the process may take, like 12GiB; experts beyond it stay on disk."
         ),
         host_cache_policy: str = typer.Option("lfu-aged", help="With --host-memory: lfu-aged, lru or lfu."),
+        expert_format: str = typer.Option(
+            "auto", help="auto (as the checkpoint has them), float, or quantised at load: int8, int4_g32, int4_g128."
+        ),
         kernels: str = typer.Option("auto", help="What computes experts on the host: auto, compiled or torch."),
         keep_mass: float = typer.Option(
             None, help="Skip experts that are not on the GPU where this share of a token's gate mass is kept, like 0.9."
@@ -68,6 +71,7 @@ def register(app: typer.Typer) -> None:
                 skip_gpu_expert_cpu_copy=skip_gpu_expert_cpu_copy,
                 host_memory_bytes=host_memory,
                 host_cache_policy=host_cache_policy,
+                expert_format=expert_format,
                 kernels=kernels,
                 shed=keep_mass,
                 progress=progress,

@@ -494,13 +494,14 @@ def quantise(
         f = spec.intermediate
         order = np.stack([np.arange(f), np.arange(f) + f], 1).reshape(-1)
         first, first_bias = first[order], None if first_bias is None else np.asarray(first_bias)[order]
-    pairs = [_quantise_matrix(spec, first), _quantise_matrix(spec, np.asarray(down, np.float32))]
+    pairs = [quantise_matrix(spec, first), quantise_matrix(spec, np.asarray(down, np.float32))]
     bias = [None if b is None else float_to_numbers(np.asarray(b), spec.bias) for b in (first_bias, down_bias)]
     data = [np.ascontiguousarray(p[0].T) if spec.transposed else p[0] for p in pairs]
     return ExpertWeights(data[0], data[1], pairs[0][1], pairs[1][1], bias[0], bias[1])
 
 
-def _quantise_matrix(spec: LayerSpec, value: Floats) -> tuple[NDArray[Any], NDArray[Any] | None]:
+def quantise_matrix(spec: LayerSpec, value: Floats) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    """(codes, scales) of one matrix [N, K] as stored: `quantise` of its rows, whatever they are."""
     kind = spec.kind
     rows, k = value.shape
     if kind.scales == "none":

@@ -26,11 +26,18 @@ from hotset.ops import ShedPolicy
 from hotset.runtime.adapting import Adaptation, Adapter
 from hotset.runtime.copy_policy import CopyPolicy, SkipRequest, resolve_copy_policy
 from hotset.runtime.dispatch import IMPLEMENTATION, LayerDispatch, register
-from hotset.runtime.expert_formats.choice import FormatChoice, KernelRequest, choose_formats
-from hotset.runtime.expert_formats.contract import ExpertFormat, ExpertTensors
+from hotset.runtime.expert_formats.choice import (
+    FormatChoice,
+    FormatRequest,
+    KernelRequest,
+    choose_formats,
+    quantised_specs,
+)
+from hotset.runtime.expert_formats.contract import ExpertFormat, ExpertSource, ExpertTensors
 from hotset.runtime.host_cache import DEFAULT_POLICY, HostCache
 from hotset.runtime.loading import load_skeleton
 from hotset.runtime.memory import buffer_bytes, peak_bytes, resident_bytes
+from hotset.runtime.quantising import QuantisedExperts, quantised_file
 from hotset.runtime.recording import Forward, ServingRecorder
 from hotset.runtime.shedding import SheddingDispatch, enable_shedding
 from hotset.runtime.statistics import Phase, PhaseStatistics, merged
@@ -57,6 +64,7 @@ def load(
     training: bool = False,
     host_memory_bytes: int | str | None = None,
     host_cache_policy: str = DEFAULT_POLICY,
+    expert_format: FormatRequest = "auto",
     kernels: KernelRequest = "auto",
     shed: ShedPolicy | float | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -70,6 +78,8 @@ def load(
     do without a host copy, see `copy_policy`. training: the caller will train (what surrounds the experts; they stay as
     they are). host_memory_bytes: the most memory that this process may take, e.g. "12GiB"; experts that do not fit
     stay in the checkpoint and are read when picked, through a cache run by host_cache_policy (lfu-aged, lru, lfu).
+    expert_format: "auto" as the checkpoint has them, "float" in the dtype, or "int8", "int4_g32", "int4_g128":
+    quantised at the first load and kept in a file beside the plan (else in the cache directory), in every tier alike.
     kernels: what computes experts on the host. "auto": the compiled kernels for bfloat16, float16 and quantised
     experts, torch for float32, whose bits are then those of Transformers' eager loops; "compiled" or "torch" forces
     one. shed: skip experts that are not on the GPU where the others keep this share of a token's gate mass, a policy or
@@ -88,11 +98,17 @@ def load(
     )
     skeleton = load_skeleton(folder, dtype=dtype, device=target)
     mask = _resolve_mask(plan, skeleton.layers, skeleton.reader.checkpoint)
-    choice = choose_formats(skeleton.layers, None, kernels=kernels, training=training)
+    specs = quantised_specs(skeleton.layers, expert_format)
+    choice = choose_formats(skeleton.layers, specs, kernels=kernels, training=training)
     formats = choice.formats
+    source: ExpertSource = skeleton.reader
+    if specs is not None:
+        fingerprint = skeleton.reader.checkpoint.fingerprint
+        path = quantised_file(specs[0].format, fingerprint, plan)
+        source = QuantisedExperts(source, skeleton.layers, specs, path, fingerprint, progress)
 
     def read(row: int, expert: int, into: ExpertTensors) -> None:
-        formats[row].read(skeleton.reader, row, expert, into)
+        formats[row].read(source, row, expert, into)
 
     budget = None if host_memory_bytes is None else parse_bytes(host_memory_bytes)
     cache = _host_cache(formats, mask, target, read, copies, budget, host_cache_policy)

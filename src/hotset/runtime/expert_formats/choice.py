@@ -92,13 +92,18 @@ def choose_formats(
     return FormatChoice(formats, "compiled", backend().reason)
 
 
-def quantised_specs(layers: Sequence[ExpertLayer], name: str, **options: object) -> list[LayerSpec]:
-    """The rows' specs when their experts are held in the quantised format of that name, never transposed.
+def quantised_specs(layers: Sequence[ExpertLayer], request: FormatRequest) -> list[LayerSpec] | None:
+    """The rows' specs where the request is to quantise at load, never transposed; else None.
 
-    options: further fields of `LayerSpec`. Raises OpsError where the kernels do not compute what a module does.
+    Raises ModelError (unknown request), OpsError (a module that the kernels do not compute).
     """
+    if request not in get_args(FormatRequest):
+        raise ModelError(f"expert_format is {request!r}: wanted {', '.join(get_args(FormatRequest))}")
+    if request in ("auto", "float"):
+        return None
+    scales = {"int8": "fp32"}.get(request, "fp16")
     specs = [spec_of(layer.module, layer.parameters) for layer in layers]
-    return [replace(spec, format=name, transposed=False, **{"scale_number": "", **options}) for spec in specs]  # type: ignore[arg-type]
+    return [replace(spec, format=request, transposed=False, scale_number=scales) for spec in specs]
 
 
 def _quantised(layers: Sequence[ExpertLayer], specs: Sequence[LayerSpec], kernels: KernelRequest) -> FormatChoice:
