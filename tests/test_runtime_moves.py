@@ -17,6 +17,7 @@ import hotset  # noqa: E402
 from hotset.errors import CheckpointError, ModelError, PolicyError, ResidencyError  # noqa: E402
 from hotset.runtime.adapting import Adaptation  # noqa: E402
 from hotset.runtime.copy_policy import resolve_copy_policy  # noqa: E402
+from hotset.runtime.expert_formats.choice import choose_formats  # noqa: E402
 from hotset.runtime.loading import load_skeleton  # noqa: E402
 from hotset.runtime.runtime import Runtime  # noqa: E402
 from hotset.runtime.store import Copier, ExpertStore  # noqa: E402
@@ -65,7 +66,13 @@ def load_with_failures(folder: Path, restore: Any) -> tuple[Any, Flaky, Flaky]:
     read, move = Flaky(skeleton.reader.read_into, CheckpointError), Flaky(Copier(torch.device("cpu")), OSError)
     copies = resolve_copy_policy("auto", dynamic=True, restore=restore)
     store = ExpertStore(skeleton.layers, MASK, torch.device("cpu"), read, copies=copies, restore=restore, copy=move)
-    runtime = Runtime(skeleton.model, store, skeleton.non_expert_bytes, Adaptation(restore=restore, automatic=False))
+    runtime = Runtime(
+        skeleton.model,
+        store,
+        skeleton.non_expert_bytes,
+        choose_formats(skeleton.layers, None),
+        Adaptation(restore=restore, automatic=False),
+    )
     store.load()
     skeleton.model.set_experts_implementation("hotset")
     runtime.attach()

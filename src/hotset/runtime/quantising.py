@@ -25,7 +25,7 @@ from hotset.core import Plan
 from hotset.errors import CheckpointError
 from hotset.kernels import ExpertWeights, LayerSpec, available_threads
 from hotset.kernels.build import cache_directory
-from hotset.kernels.formats import as_array, numbers_to_float, quantise_matrix
+from hotset.kernels.formats import as_array, quantise_matrix
 from hotset.kernels.modules import expert_weights
 from hotset.models.experts import ExpertLayer
 from hotset.runtime.expert_formats.contract import ExpertSource, ExpertTensors, parameter_shapes
@@ -153,10 +153,12 @@ class QuantisedExperts:
         is_transposed = bool(getattr(self.layers[row].module, "is_transposed", False))
         for name in ("gate_up", "down"):
             tensor = getattr(weights, name).float()
-            codes, scales = quantise_matrix(spec, (tensor.T.contiguous() if is_transposed else tensor).numpy())
-            if scales is None or not np.isfinite(numbers_to_float(scales, spec.scale_number)).all():
+            values = (tensor.T.contiguous() if is_transposed else tensor).numpy()
+            if not np.isfinite(values).all():
                 layer = self.layers[row].layer_id
                 raise CheckpointError(f"expert {expert} of layer {layer} has weights that are NaN or infinite")
+            codes, scales = quantise_matrix(spec, values)
+            assert scales is not None, "only formats with scales are quantised to"
             at = f"layers.{self.layers[row].layer_id}.{name}"
             write(at, expert, codes)
             write(f"{at}_scale", expert, scales)

@@ -92,7 +92,7 @@ def _float(spec: LayerSpec, weights: ExpertTensors, name: str) -> torch.Tensor:
     else:
         values = codes.float() if kind.name == "int8" else codes.view(torch.float8_e4m3fn).float()
     if spec.scale_number == "e8m0":
-        scales = torch.ldexp(torch.ones((), device=scales.device), scales.int() - 127)
+        scales = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
     scales = scales.float()
     if kind.scales == "block":
         scales = scales.repeat_interleave(kind.group, 0)[: len(values)]

@@ -1,0 +1,508 @@
+"""Expert formats: the contract that store and dispatch lean on, each format against a float32 reference, and a model
+run in each of them wherever its experts live."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import hotset  # noqa: E402
+from hotset.errors import BackendError, CheckpointError, ModelError, OpsError  # noqa: E402
+from hotset.kernels import ExpertWeights, LayerSpec, backend, dequantise, quantise  # noqa: E402
+from hotset.kernels.modules import spec_of  # noqa: E402
+from hotset.models.experts import ExpertLayer, run_expert  # noqa: E402
+from hotset.runtime.adapting import Adaptation  # noqa: E402
+from hotset.runtime.expert_formats import PackedFormat, PlainFormat, StoredFormat  # noqa: E402
+from hotset.runtime.expert_formats.choice import choose_formats  # noqa: E402
+from hotset.runtime.expert_formats.packed import PACKED  # noqa: E402
+from hotset.runtime.memory import allocate_host  # noqa: E402
+from tests.tiny_models import make_checkpoint  # noqa: E402
+
+HAS_COMPILER = backend().name == "compiled"
+compiled = pytest.mark.skipif(not HAS_COMPILER, reason=f"no compiled kernels: {backend().reason}")
+EXPERTS, HIDDEN, INNER = 4, 64, 32
+TOLERANCE = {"fp32": 2e-6, "fp16": 2e-6, "bf16": 8e-3, "int8": 2e-2, "int4_g32": 2e-2, "int4_g128": 2e-2,
+             "fp8_block128": 8e-3, "fp8_channel": 8e-3, "mxfp4": 2e-2, "mxfp8": 8e-3}  # fmt: skip
+"""Of an output's norm, against float32 arithmetic on the same (dequantised) weights: activations are bfloat16 or 8 bits
+in the kernels."""
+
+
+def make_layer(dtype: Any, model_type: str = "qwen3_moe") -> ExpertLayer:
+    """A layer with random parameters, as a model has it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"num_experts": EXPERTS, "num_local_experts": EXPERTS, "moe_intermediate_size": INNER}
+    config = AutoConfig.for_model(
+        model_type, vocab_size=16, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=1, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2, **sizes,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager").eval()
+    model.requires_grad_(False)
+    from hotset.models.experts import find_expert_layers
+
+    (layer,) = find_expert_layers(model)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in layer.parameters.values():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return layer
+
+
+class Source:
+    """Experts of the layer's own parameters, or of quantised weights."""
+
+    def __init__(self, layer: ExpertLayer, stored: list[ExpertWeights] | None = None) -> None:
+        self.layer, self.stored = layer, stored
+
+    def read_into(self, row: int, expert: int, target: Any) -> None:
+        for name, parameter in self.layer.parameters.items():
+            target[name].copy_(parameter[expert])
+
+    def read_stored(self, row: int, expert: int) -> ExpertWeights:
+        assert self.stored is not None
+        return self.stored[expert]
+
+
+class FormatContract:
+    """What every format must do."""
+
+    dtype: ClassVar[Any] = torch.float32
+    model_type = "qwen3_moe"
+
+    def made(self) -> tuple[Any, Source, ExpertLayer]:
+        """(format, source of its experts, layer whose module and parameters they stand for)."""
+        raise NotImplementedError
+
+    @property
+    def tolerance(self) -> float:
+        return 1e-6
+
+    def held(self, fmt: Any, source: Source) -> list[Any]:
+        tensors = []
+        for expert in range(EXPERTS):
+            target = allocate_host(fmt.host_shapes)
+            fmt.read(source, 0, expert, target)
+            tensors.append(target)
+        return tensors
+
+    def wanted_rows(self, source: Source, layer: ExpertLayer, expert: int, rows: Any) -> Any:
+        """Float32 arithmetic on the values that the expert stands for."""
+        weights = {name: parameter[expert].float() for name, parameter in layer.parameters.items()}
+        return run_expert(layer.module, rows.float(), weights)
+
+    def test_rows_are_those_of_float32_arithmetic(self) -> None:
+        fmt, source, layer = self.made()
+        held = self.held(fmt, source)
+        rows = torch.randn((5, HIDDEN), generator=torch.Generator().manual_seed(2)).to(self.dtype)
+        for expert in range(EXPERTS):
+            got = fmt.expert_rows(layer.module, rows, held[expert]).float()
+            wanted = self.wanted_rows(source, layer, expert, rows)
+            assert (got - wanted).norm() <= self.tolerance * wanted.norm()
+
+    def test_a_slot_of_another_device_gives_back_the_bytes_and_the_values(self) -> None:
+        fmt, source, layer = self.made()
+        held = self.held(fmt, source)
+        rows = torch.randn((3, HIDDEN), generator=torch.Generator().manual_seed(2)).to(self.dtype)
+        for expert in range(EXPERTS):
+            slot = {name: tensor.clone() for name, tensor in fmt.to_device(held[expert]).items()}
+            assert {name: (tensor.shape, tensor.dtype) for name, tensor in slot.items()} == dict(fmt.device_shapes)
+            back = allocate_host(fmt.host_shapes)
+            for tensor in back.values():
+                tensor.view(torch.uint8).fill_(255)
+            fmt.to_host(slot, back)
+            again = fmt.to_device(back)
+            assert all(torch.equal(again[n].view(torch.uint8), t.view(torch.uint8)) for n, t in slot.items())
+            on_device = fmt.device_rows(layer.module, rows, slot).float()
+            wanted = self.wanted_rows(source, layer, expert, rows)
+            assert (on_device - wanted).norm() <= max(self.tolerance, 1e-2) * wanted.norm()
+
+    def test_expert_bytes_count_weights_without_padding(self) -> None:
+        fmt, _, _ = self.made()
+        held = sum(shape.numel() * dtype.itemsize for shape, dtype in fmt.device_shapes.values())
+        assert fmt.expert_bytes == held
+
+    def test_an_arena_in_host_memory_holds_what_a_host_buffer_holds(self) -> None:
+        fmt, _, _ = self.made()
+        assert fmt.slot_shapes(torch.device("cpu")) == fmt.host_shapes
+        assert fmt.slot_shapes(torch.device("cuda")) == fmt.device_shapes
+
+    def test_many_at_once_have_the_bits_of_one_by_one(self) -> None:
+        fmt, source, _ = self.made()
+        if not fmt.computes_together:
+            return
+        held = dict(enumerate(self.held(fmt, source)))
+        generator = torch.Generator().manual_seed(3)
+        hidden = torch.randn((9, HIDDEN), generator=generator).to(self.dtype)
+        ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:3].sort().values for _ in range(9)])
+        ids[4, 2] = EXPERTS  # no pick
+        gate = torch.rand((9, 3), generator=generator)
+        together = fmt.moe(hidden, ids, gate, held)
+        rows = fmt.rows(hidden, ids, held)
+        assert not rows[4, 2].any()
+        assert torch.equal(fmt.combine(hidden, ids, gate, rows), together)
+        total = torch.zeros((9, HIDDEN))
+        for expert, tensors in held.items():
+            fmt.moe(hidden, ids.masked_fill(ids != expert, EXPERTS), gate, {expert: tensors}, add_to=total)
+        assert torch.equal(total.to(self.dtype), together)
+
+
+class TestPlainFormat(FormatContract):
+    def made(self) -> tuple[Any, Source, ExpertLayer]:
+        layer = make_layer(self.dtype, self.model_type)
+        return PlainFormat(layer), Source(layer), layer
+
+
+class TestPlainFormatOfGptOss(TestPlainFormat):
+    model_type = "gpt_oss"
+
+
+@compiled
+class TestPackedFloat(FormatContract):
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[{torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[self.dtype]]
+
+    def made(self) -> tuple[Any, Source, ExpertLayer]:
+        layer = make_layer(self.dtype, self.model_type)
+        return PackedFormat(layer, spec_of(layer.module)), Source(layer), layer
+
+
+class TestPackedHalf(TestPackedFloat):
+    dtype = torch.float16
+
+
+class TestPackedBfloat(TestPackedFloat):
+    dtype = torch.bfloat16
+
+
+class TestPackedGptOss(TestPackedFloat):
+    """Transposed, interleaved, with biases."""
+
+    dtype = torch.bfloat16
+    model_type = "gpt_oss"
+
+
+class Quantised(FormatContract):
+    """Quantised weights made from the layer's parameters; values are compared after dequantising."""
+
+    format = "int8"
+    kind: ClassVar[Any] = StoredFormat
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.format] if self.kind is PackedFormat else 1e-5
+
+    def made(self) -> tuple[Any, Source, ExpertLayer]:
+        layer = make_layer(self.dtype, self.model_type)
+        spec = dataclasses.replace(spec_of(layer.module), format=self.format, transposed=False, scale_number="")
+        stored = []
+        for expert in range(EXPERTS):
+            values = {n: p[expert].float().numpy() for n, p in layer.parameters.items()}
+            matrices = [values["gate_up_proj"], values["down_proj"]]
+            if self.model_type == "gpt_oss":
+                matrices = [m.T for m in matrices]
+            first, bias = matrices[0], values.get("gate_up_proj_bias")
+            if spec.interleaved:  # `quantise` wants gates first
+                first = np.concatenate([first[::2], first[1::2]])
+                bias = None if bias is None else np.concatenate([bias[::2], bias[1::2]])
+            stored.append(quantise(spec, first, matrices[1], bias, values.get("down_proj_bias")))
+        return self.kind(layer, spec), Source(layer, stored), layer
+
+    def wanted_rows(self, source: Source, layer: ExpertLayer, expert: int, rows: Any) -> Any:
+        fmt, _, _ = self.made()
+        first, second, first_bias, second_bias = dequantise(fmt.spec, source.read_stored(0, expert))
+        if fmt.spec.interleaved:
+            first = np.stack(np.split(first, 2), 1).reshape(first.shape)
+            first_bias = None if first_bias is None else np.stack(np.split(first_bias, 2), 1).reshape(-1)
+        matrices = {"gate_up_proj": first, "down_proj": second}
+        if self.model_type == "gpt_oss":
+            matrices = {name: value.T for name, value in matrices.items()}
+        biases = {"gate_up_proj_bias": first_bias, "down_proj_bias": second_bias}
+        values = {**matrices, **{name: value for name, value in biases.items() if value is not None}}
+        return run_expert(layer.module, rows.float(), {n: torch.from_numpy(v.copy()) for n, v in values.items()})
+
+
+class TestStoredInt8(Quantised):
+    format = "int8"
+
+
+class TestStoredInt4(Quantised):
+    format = "int4_g32"
+
+
+class TestStoredFp8(Quantised):
+    format = "fp8_block128"
+
+
+class TestStoredMxfp4(Quantised):
+    format = "mxfp4"
+    model_type = "gpt_oss"
+
+
+@compiled
+class TestPackedInt8(TestStoredInt8):
+    kind = PackedFormat
+
+
+@compiled
+class TestPackedInt4(TestStoredInt4):
+    kind = PackedFormat
+
+
+@compiled
+class TestPackedFp8(TestStoredFp8):
+    kind = PackedFormat
+
+
+@compiled
+class TestPackedMxfp4(TestStoredMxfp4):
+    kind = PackedFormat
+
+
+# -- a whole model in each format ------------------------------------------------------------------------------
+
+PROMPTS = {1: torch.tensor([[5]]), 7: torch.tensor([[5, 17, 3, 41, 7, 99, 100]])}
+WAYS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32", "kernels": "torch"},
+    "bfloat16": {"dtype": "bfloat16", "kernels": "torch"},
+    "float32, packed": {"dtype": "float32", "kernels": "compiled"},
+    "bfloat16, packed": {"dtype": "bfloat16", "kernels": "compiled"},
+    "float16, packed": {"dtype": "float16", "kernels": "compiled"},
+    "int8": {"dtype": "float32", "kernels": "torch", "expert_format": "int8"},
+    "int8, packed": {"dtype": "float32", "kernels": "compiled", "expert_format": "int8"},
+    "int4, packed": {"dtype": "bfloat16", "kernels": "compiled", "expert_format": "int4_g32"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """32 is the least group of int4."""
+    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("formats"), hidden_size=64, moe_intermediate_size=32)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Quantised experts go into a folder of the test's own; compiled kernels stay where they are."""
+    monkeypatch.setattr("hotset.runtime.quantising.cache_directory", lambda: cache / "kernels")
+    cache = tmp_path_factory.mktemp("cache")
+    return cache
+
+
+def logits(model: Any, tokens: int) -> Any:
+    with torch.inference_mode():
+        return model(input_ids=PROMPTS[tokens]).logits
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_skipping_the_host_copies_changes_no_bit(folder: Path, way: str, share: float) -> None:
+    if WAYS[way]["kernels"] == "compiled" and not HAS_COMPILER:
+        pytest.skip(f"no compiled kernels: {backend().reason}")
+    rng = np.random.default_rng(1234)
+    mask = rng.permuted(np.arange(8)[None].repeat(2, 0), axis=1) < 8 * share
+    skipped, kept = (
+        hotset.load(folder, plan=mask, device="cpu", skip_gpu_expert_cpu_copy=skip, **WAYS[way])
+        for skip in ("on", "off")
+    )
+    nothing = hotset.load(folder, device="cpu", **WAYS[way])
+    for tokens in PROMPTS:
+        wanted = logits(nothing, tokens)
+        assert torch.equal(logits(skipped, tokens), wanted)
+        assert torch.equal(logits(kept, tokens), wanted)
+    store, per_expert = skipped.hotset.store, kept.hotset.store.host_bytes // 16
+    assert kept.hotset.store.host_bytes - store.host_bytes == mask.sum() * per_expert
+    for model in (skipped, kept):
+        model.hotset.store.check_integrity()
+
+
+@pytest.mark.parametrize(("way", "tolerance"), [("float32, packed", 1e-5), ("bfloat16, packed", 0.02), ("int8", 0.02)])
+def test_logits_are_near_those_of_float32(folder: Path, way: str, tolerance: float) -> None:
+    if WAYS[way]["kernels"] == "compiled" and not HAS_COMPILER:
+        pytest.skip(f"no compiled kernels: {backend().reason}")
+    plain = hotset.load(folder, device="cpu", dtype="float32")
+    other = hotset.load(folder, device="cpu", **WAYS[way])
+    for tokens in PROMPTS:
+        wanted, got = logits(plain, tokens), logits(other, tokens).float()
+        assert (got - wanted).norm() <= tolerance * wanted.norm()
+
+
+@compiled
+@pytest.mark.parametrize("way", [way for way in WAYS if "packed" in way])
+def test_text_is_the_same_while_experts_move_and_from_disk(folder: Path, way: str) -> None:
+    options = {**WAYS[way], "device": "cpu"}
+    mask = np.zeros((2, 8), np.bool_)
+    mask[:, :3] = True
+    wanted = text_of(hotset.load(folder, **options))
+    moving = hotset.load(folder, plan=mask, adapt=Adaptation(decay=0.9, hysteresis=0.0), **options)
+    assert text_of(moving) == wanted
+    assert moving.hotset_report()["moves"]["promotions"] > 0
+    moving.hotset.store.check_integrity()
+    limited = from_disk(folder, options)
+    assert limited.hotset.store.cache is not None
+    assert text_of(limited) == wanted
+    assert limited.hotset_report()["disk"]["loads"] > 0
+
+
+@compiled
+def test_many_tokens_at_once_from_disk_have_the_bits_of_memory(folder: Path) -> None:
+    options: dict[str, Any] = {**WAYS["bfloat16, packed"], "device": "cpu"}
+    ids = torch.randint(3, 128, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        wanted = hotset.load(folder, **options)(input_ids=ids).logits
+        got = from_disk(folder, options)(input_ids=ids).logits
+    assert torch.equal(got, wanted)
+
+
+def text_of(model: Any) -> list[int]:
+    out = model.generate(PROMPTS[7], max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
+    tokens: list[int] = out[0].tolist()
+    return tokens
+
+
+def from_disk(folder: Path, options: dict[str, Any]) -> Any:
+    """The model with a host cache of nine experts, put in place of what a real budget would give."""
+    from hotset.runtime import runtime as runtime_module
+    from hotset.runtime.host_cache import HostCache
+    from hotset.runtime.memory import buffer_bytes
+
+    def nine(formats: Any, mask: Any, device: Any, read: Any, *_: Any) -> HostCache:
+        return HostCache(formats, read, 9 * buffer_bytes(formats[0].host_shapes))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime_module, "_host_cache", nine)
+        return hotset.load(folder, host_memory_bytes="1GiB", **options)
+
+
+class TestQuantisedAtLoad:
+    def test_the_file_is_made_once_and_read_back(self, folder: Path, own_cache: Path) -> None:
+        seen: list[tuple[int, int]] = []
+        hotset.load(folder, device="cpu", expert_format="int8", progress=lambda done, total: seen.append((done, total)))
+        assert seen == [(i, 16) for i in range(1, 17)] * 2  # quantised, then read
+        (made,) = (own_cache / "experts").iterdir()
+        before, first = made.stat().st_mtime_ns, logits(hotset.load(folder, device="cpu", expert_format="int8"), 7)
+        seen.clear()
+        again = hotset.load(folder, device="cpu", expert_format="int8", progress=lambda d, t: seen.append((d, t)))
+        assert seen == [(i, 16) for i in range(1, 17)]
+        assert made.stat().st_mtime_ns == before
+        assert torch.equal(logits(again, 7), first)
+
+    def test_it_lies_beside_the_plan(self, folder: Path, tmp_path: Path, own_cache: Path) -> None:
+        plan = tmp_path / "half.safetensors"
+        model = hotset.load(folder, device="cpu")
+        layer_ids = np.array([layer.layer_id for layer in model.hotset.layers], np.int32)
+        mask = np.tile(np.arange(8) < 4, (2, 1))
+        hotset.Plan(mask, layer_ids, "by hand", "hit-rate", {}, 0.0).save(plan)
+        hotset.load(folder, plan=plan, device="cpu", expert_format="int4_g32")
+        (made,) = (path for path in tmp_path.iterdir() if path != plan)
+        assert made.name.startswith("half.")
+        assert made.name.endswith(".int4_g32.safetensors")
+        assert not (own_cache / "experts").exists()
+
+    def test_a_damaged_or_foreign_file_is_made_again(self, folder: Path, own_cache: Path) -> None:
+        wanted = logits(hotset.load(folder, device="cpu", expert_format="int8"), 7)
+        (made,) = (own_cache / "experts").iterdir()
+        made.write_bytes(made.read_bytes()[:100])
+        assert torch.equal(logits(hotset.load(folder, device="cpu", expert_format="int8"), 7), wanted)
+
+    def test_a_failure_leaves_no_file(self, folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(*_: Any) -> Any:
+            raise CheckpointError("no more")
+
+        monkeypatch.setattr("hotset.runtime.quantising.quantise_matrix", broken)
+        with pytest.raises(CheckpointError, match="no more"):
+            hotset.load(folder, device="cpu", expert_format="int8")
+        assert list((own_cache / "experts").iterdir()) == []
+
+    def test_weights_that_are_not_finite_are_refused(self, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        broken = make_checkpoint("qwen3_moe", tmp_path / "nan", hidden_size=64, moe_intermediate_size=32)
+        tensors = load_file(broken / "model.safetensors")
+        name = next(n for n in tensors if "experts.3" in n)
+        tensors[name][0, 0] = float("nan")
+        save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match="expert 3 of layer 0 has weights that are NaN or infinite"):
+            hotset.load(broken, device="cpu", expert_format="int8")
+
+
+class TestChoice:
+    def test_float32_stays_with_torch_and_says_why(self, folder: Path) -> None:
+        compute = hotset.load(folder, device="cpu").hotset_report()["host_compute"]
+        assert (compute["format"], compute["kernels"]) == ("float32", "torch")
+        assert "eager" in compute["reason"]
+
+    @compiled
+    def test_bfloat16_is_computed_by_the_compiled_kernels(self, folder: Path) -> None:
+        compute = hotset.load(folder, device="cpu", dtype="bfloat16").hotset_report()["host_compute"]
+        assert (compute["format"], compute["kernels"]) == ("bf16, packed", "compiled")
+        assert compute["reason"] == backend().reason
+
+    def test_a_module_that_the_kernels_do_not_compute_stays_with_torch(self) -> None:
+        layer = make_layer(torch.bfloat16)
+        layer.module._apply_gate = lambda x: x.chunk(2, -1)[0].tanh()
+        choice = choose_formats([layer], None)
+        assert isinstance(choice.formats[0], PlainFormat)
+        if HAS_COMPILER:
+            assert "no activation that the kernels know" in choice.reason
+            with pytest.raises(OpsError, match="no activation that the kernels know"):
+                choose_formats([layer], None, kernels="compiled")
+
+    def test_training_stays_with_torch(self, folder: Path) -> None:
+        compute = hotset.load(folder, device="cpu", dtype="bfloat16", training=True).hotset_report()["host_compute"]
+        assert compute["kernels"] == "torch"
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"kernels": "cuda"}, "kernels is 'cuda': wanted auto, compiled, torch"),
+            ({"expert_format": "int3"}, "expert_format is 'int3': wanted auto, float, int8"),
+            ({"training": True, "expert_format": "int8"}, "training is refused: quantised experts know no gradients"),
+            ({"training": True, "kernels": "compiled"}, "kernels='compiled' and training exclude each other"),
+        ],
+    )
+    def test_refusals(self, folder: Path, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ModelError, match=message):
+            hotset.load(folder, device="cpu", **options)
+
+    def test_forced_kernels_that_are_not_there_are_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from hotset.kernels import Backend
+
+        monkeypatch.setattr(
+            "hotset.runtime.expert_formats.choice.backend", lambda: Backend("torch", "no compiler found")
+        )
+        layer = make_layer(torch.bfloat16)
+        with pytest.raises(BackendError, match="asked for, but: no compiler found"):
+            choose_formats([layer], None, kernels="compiled")
+        assert choose_formats([layer], None).reason == "no compiler found"
+        spec = LayerSpec("int8", EXPERTS, HIDDEN, INNER)
+        assert isinstance(choose_formats([layer], [spec]).formats[0], StoredFormat)
+
+    @compiled
+    def test_gradients_through_the_kernels_are_refused(self) -> None:
+        layer = make_layer(torch.bfloat16)
+        fmt = PackedFormat(layer, spec_of(layer.module))
+        hidden = torch.zeros((1, HIDDEN), dtype=torch.bfloat16, requires_grad=True)
+        held = {0: allocate_host(fmt.host_shapes)}
+        held[0][PACKED].zero_()
+        with pytest.raises(ModelError, match="know no gradients: load with training=True"):
+            fmt.rows(hidden, torch.zeros((1, 1), dtype=torch.int64), held)
+
+
+@compiled
+def test_forced_by_the_environment(folder: Path) -> None:
+    import subprocess
+    import sys
+
+    code = f"import hotset; print(hotset.load({str(folder)!r}, device='cpu').hotset_report()['host_compute']['format'])"
+    for wanted, name in (("compiled", "fp32, packed"), ("torch", "float32")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "HOTSET_KERNELS": wanted}, capture_output=True, text=True
+        )
+        assert done.stdout.strip() == name, done.stderr
