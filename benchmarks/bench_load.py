@@ -1,15 +1,17 @@
 """Peak memory of hotset.load beside Transformers' from_pretrained, on a random Qwen3-MoE checkpoint of its own.
 
 Each load runs in a process of its own; the peak is the kernel's (VmHWM), less what importing the libraries alone
-takes. The logits of all are compared first. The ceiling: non-expert bytes + expert bytes, which must be somewhere. One
-more load keeps the host copies of the experts in the arena (skip_gpu_expert_cpu_copy="off"): its peak must be higher by
-just these.
+takes. The ceiling: non-expert bytes + expert bytes, which must be somewhere. Each format of experts is loaded without
+and with host copies of the experts in the arena (skip_gpu_expert_cpu_copy "auto" and "off"): the logits must be the
+same, bit for bit, and the second peak higher by just these copies. Experts computed by torch must give the bits of
+from_pretrained's eager loops.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,12 @@ from common import print_header, print_json_line
 
 # hidden, expert intermediate, layers, experts: about 1.5 GB in bfloat16
 FULL = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 7, "num_experts": 64}
+FORMATS = {
+    "bf16 by torch": {"kernels": "torch"},
+    "bf16 packed": {},
+    "int8 packed": {"expert_format": "int8"},
+    "int4 packed": {"expert_format": "int4_g32"},
+}
 QUICK = {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_experts": 32}
 
 CHILD = """
@@ -28,7 +36,7 @@ import numpy as np, torch, transformers, hotset
 from transformers import AutoModelForCausalLM
 transformers.utils.logging.disable_progress_bar()
 transformers.logging.set_verbosity_error()
-how, folder, share = sys.argv[1], sys.argv[2], float(sys.argv[3])
+how, folder, share, options = sys.argv[1], sys.argv[2], float(sys.argv[3]), json.loads(sys.argv[6])
 import hotset.runtime.runtime, transformers.models.qwen3_moe.modeling_qwen3_moe
 from hotset.runtime.memory import peak_bytes as peak
 before, started, report = peak(), time.perf_counter(), None
@@ -36,7 +44,8 @@ if how in ("auto", "off"):
     layers, experts = int(sys.argv[4]), int(sys.argv[5])
     mask = np.zeros(layers * experts, bool)
     mask[np.random.default_rng(0).permutation(mask.size)[: int(share * mask.size)]] = True
-    model = hotset.load(folder, plan=mask.reshape(layers, experts), device="cpu", skip_gpu_expert_cpu_copy=how)
+    model = hotset.load(folder, plan=mask.reshape(layers, experts), device="cpu", skip_gpu_expert_cpu_copy=how,
+                        **options)
 elif how == "plain":
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", experts_implementation="eager")
 seconds, after = time.perf_counter() - started, peak()
@@ -69,10 +78,14 @@ def make_checkpoint(folder: Path, shape: dict[str, int]) -> None:
     model.save_pretrained(folder, max_shard_size="400MB")
 
 
-def child(how: str, folder: Path, share: float, shape: dict[str, int]) -> dict:
-    """Run one load in a process of its own."""
-    arguments = [how, str(folder), str(share), str(shape["num_hidden_layers"]), str(shape["num_experts"])]
-    done = subprocess.run([sys.executable, "-c", CHILD, *arguments], capture_output=True, text=True, check=False)
+def child(how: str, folder: Path, share: float, shape: dict[str, int], **options: str) -> dict:
+    """Run one load in a process of its own; quantised experts are kept beside the checkpoint."""
+    sizes = [str(shape["num_hidden_layers"]), str(shape["num_experts"])]
+    arguments = [how, str(folder), str(share), *sizes, json.dumps(options)]
+    environment = {**os.environ, "HOTSET_CACHE": str(folder / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *arguments], capture_output=True, text=True, check=False, env=environment
+    )
     if done.returncode:
         sys.exit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
@@ -94,34 +107,40 @@ def main() -> None:
         if make_process.returncode:
             sys.exit(make_process.stderr.decode())
         print(f"made the checkpoint in {time.perf_counter() - started:.0f} s")
-        ours = child("auto", folder, options.share, shape)
-        kept = child("off", folder, options.share, shape)
-        none_in_arena = child("auto", folder, 0.0, shape)
         plain = child("plain", folder, 0.0, shape)
-    assert ours["logits"] == kept["logits"] == plain["logits"], "the models disagree"
+        found = {}
+        for name, how in FORMATS.items():
+            if "expert_format" in how:
+                child("auto", folder, options.share, shape, **how)  # the first load quantises
+            found[name] = [child(skip, folder, options.share, shape, **how) for skip in ("auto", "off")]
+        none_in_arena = child("auto", folder, 0.0, shape, kernels="torch")
+    ours = found["bf16 by torch"][0]
+    assert ours["logits"] == plain["logits"], "torch's experts differ from Transformers' eager ones"
     sizes, all_on_host = ours["report"]["bytes"], none_in_arena["report"]["bytes"]
     expert_bytes = sizes["arena"] + sizes["host_experts"]
     assert all_on_host["host_experts"] - sizes["host_experts"] == sizes["arena"], "the host tier did not shrink by it"
     ceiling = sizes["non_expert"] + expert_bytes
     peak_ours, peak_plain = ours["peak"] - ours["before"], plain["peak"] - plain["before"]
-    print(f"{'':22}{'MB':>8}   share of what must be in memory")
-    peak_kept = kept["peak"] - kept["before"]
-    for name, value in (
-        ("must be in memory", ceiling),
-        ("hotset.load", peak_ours),
-        ("... with host copies", peak_kept),
-        ("from_pretrained", peak_plain),
-    ):
-        print(f"{name:22}{value / 1e6:8.0f}   {value / ceiling:.3f}")
-    print(
-        f"imports alone take {ours['before'] / 1e6:.0f} MB; seconds: {ours['seconds']:.1f} and {plain['seconds']:.1f}"
-    )
-    saved = (peak_kept - peak_ours) / sizes["arena"]
-    print(f"skipping the copies saves {saved:.3f} of the bytes of the experts in the arena")
+    print(f"must be in memory: {ceiling / 1e6:.0f} MB; imports alone take {ours['before'] / 1e6:.0f} MB")
+    print(f"from_pretrained: peak {peak_plain / 1e6:.0f} MB = {peak_plain / ceiling:.3f} x, {plain['seconds']:.1f} s")
+    saved, peaks = {}, {}
+    for name, (skipped, kept) in found.items():
+        assert skipped["logits"] == kept["logits"], f"{name}: host copies change the logits"
+        sizes = skipped["report"]["bytes"]
+        needed, peak = sum(sizes.values()), skipped["peak"] - skipped["before"]
+        saved[name] = round((kept["peak"] - kept["before"] - peak) / sizes["arena"], 4)
+        peaks[name] = round(peak / needed, 3)
+        print(
+            f"{name + ':':15} peak {peak / 1e6:.0f} MB = {peak / needed:.3f} x what must be in memory, "
+            f"{skipped['seconds']:.1f} s; skipping the copies saves {saved[name]:.3f} of the arena's bytes"
+        )
+    peak_kept = found["bf16 by torch"][1]["peak"] - found["bf16 by torch"][1]["before"]
+    sizes = ours["report"]["bytes"]
     print_json_line(
         peak_bytes_hotset=peak_ours,
         peak_bytes_with_copies=peak_kept,
-        saved_share_of_arena=round(saved, 4),
+        saved_share_of_arena=saved,
+        peak_share_of_needed=peaks,
         peak_bytes_plain=peak_plain,
         non_expert_bytes=sizes["non_expert"],
         expert_bytes=expert_bytes,
