@@ -369,14 +369,10 @@ def text_of(model: Any) -> list[int]:
 def from_disk(folder: Path, options: dict[str, Any]) -> Any:
     """The model with a host cache of nine experts, put in place of what a real budget would give."""
     from hotset.runtime import runtime as runtime_module
-    from hotset.runtime.host_cache import HostCache
     from hotset.runtime.memory import buffer_bytes
 
-    def nine(formats: Any, mask: Any, device: Any, read: Any, *_: Any) -> HostCache:
-        return HostCache(formats, read, 9 * buffer_bytes(formats[0].host_shapes))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime_module, "_host_cache", nine)
+        patch.setattr(runtime_module, "_cache_bytes", lambda formats, *_: 9 * buffer_bytes(formats[0].host_shapes))
         return hotset.load(folder, host_memory_bytes="1GiB", **options)
 
 
@@ -443,6 +439,14 @@ class TestChoice:
         compute = hotset.load(folder, device="cpu", dtype="bfloat16").hotset_report()["host_compute"]
         assert (compute["format"], compute["kernels"]) == ("bf16, packed", "compiled")
         assert compute["reason"] == backend().reason
+
+    def test_experts_read_from_disk_are_not_packed_unless_asked_for(self, folder: Path) -> None:
+        options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
+        compute = from_disk(folder, options).hotset_report()["host_compute"]
+        assert (compute["format"], compute["kernels"]) == ("bfloat16", "torch")
+        if HAS_COMPILER:
+            forced = from_disk(folder, {**options, "kernels": "compiled"}).hotset_report()["host_compute"]
+            assert forced["format"] == "bf16, packed"
 
     def test_a_module_that_the_kernels_do_not_compute_stays_with_torch(self) -> None:
         layer = make_layer(torch.bfloat16)

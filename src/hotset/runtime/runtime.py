@@ -41,7 +41,7 @@ from hotset.runtime.quantising import QuantisedExperts, quantised_file
 from hotset.runtime.recording import Forward, ServingRecorder
 from hotset.runtime.shedding import SheddingDispatch, enable_shedding
 from hotset.runtime.statistics import Phase, PhaseStatistics, merged
-from hotset.runtime.store import ExpertStore, ReadExpert
+from hotset.runtime.store import ExpertStore
 from hotset.traces.writer import TraceWriter
 from hotset.units import format_bytes, parse_bytes
 
@@ -100,6 +100,10 @@ def load(
     mask = _resolve_mask(plan, skeleton.layers, skeleton.reader.checkpoint)
     specs = quantised_specs(skeleton.layers, expert_format)
     choice = choose_formats(skeleton.layers, specs, kernels=kernels, training=training)
+    budget = None if host_memory_bytes is None else parse_bytes(host_memory_bytes)
+    cache_bytes = _cache_bytes(choice.formats, mask, target, copies, budget)
+    if cache_bytes is not None:
+        choice = choose_formats(skeleton.layers, specs, kernels=kernels, training=training, from_disk=True)
     formats = choice.formats
     source: ExpertSource = skeleton.reader
     if specs is not None:
@@ -110,8 +114,7 @@ def load(
     def read(row: int, expert: int, into: ExpertTensors) -> None:
         formats[row].read(source, row, expert, into)
 
-    budget = None if host_memory_bytes is None else parse_bytes(host_memory_bytes)
-    cache = _host_cache(formats, mask, target, read, copies, budget, host_cache_policy)
+    cache = None if cache_bytes is None else HostCache(formats, read, cache_bytes, policy=host_cache_policy)
     if cache is not None and not skeleton.reader.reads_single_experts:
         raise UnsupportedModelError(
             f"{folder}: its experts are stored so that a whole layer must be converted to read one: "
@@ -138,16 +141,13 @@ def load(
     return skeleton.model
 
 
-def _host_cache(
-    formats: list[ExpertFormat],
-    mask: NDArray[np.bool_],
-    device: torch.device,
-    read: ReadExpert,
-    copies: CopyPolicy,
-    budget: int | None,
-    policy: str,
-) -> HostCache | None:
-    """None where no budget is given or everything fits. Raises BudgetError where too little is left to run."""
+def _cache_bytes(
+    formats: list[ExpertFormat], mask: NDArray[np.bool_], device: torch.device, copies: CopyPolicy, budget: int | None
+) -> int | None:
+    """What a host memory budget leaves for the host cache. None where no budget is given or everything fits.
+
+    Raises BudgetError where too little is left to run.
+    """
     if budget is None:
         return None
     sizes = np.array([buffer_bytes(fmt.host_shapes) for fmt in formats])
@@ -174,7 +174,7 @@ def _host_cache(
             f"{account}; that leaves {format_bytes(max(left, 0))} for experts and at least "
             f"{format_bytes(least)} are needed: give {format_bytes(budget - left + least)} or more"
         )
-    return HostCache(formats, read, left, policy=policy)
+    return left
 
 
 class Runtime:

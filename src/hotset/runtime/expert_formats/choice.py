@@ -48,8 +48,10 @@ def choose_formats(
     *,
     kernels: KernelRequest = "auto",
     training: bool = False,
+    from_disk: bool = False,
 ) -> FormatChoice:
     """quantised: the rows' specs where experts are held quantised, else they are float. training: gradients go through.
+    from_disk: experts pass through a host cache, so that many are computed once per read.
 
     Raises ModelError (unknown request, kernels that know no gradients asked for with training), OpsError (a module
     that the kernels do not compute, and they were asked for, or its experts are quantised), BackendError (forced
@@ -73,6 +75,8 @@ def choose_formats(
     dtypes = {p.dtype for layer in layers for p in layer.parameters.values()}
     if torch.float32 in dtypes and not forced:
         return _plain(layers, "float32 stays with torch's operators, for the bits of Transformers' eager loops")
+    if from_disk and not forced:
+        return _plain(layers, "experts read from disk: packing each for one use would cost more than it saves")
     if not forced and backend().name == "torch":
         return _plain(layers, backend().reason)
     _require_compiled()
