@@ -47,6 +47,16 @@ TOLERANCE = {"fp32": 2e-6, "fp16": 2e-6, "bf16": 8e-3, "fp8_block128": 8e-3, "fp
 TOLERANCE_INT = 2.5e-2
 
 
+ZERO_POINTS = ["int4_g32 with zeros", "int4_g128 with zeros"]
+VARIANTS = [*FORMATS, *ZERO_POINTS]
+
+
+def spec_of(variant: str, *sizes: int, **options: Any) -> LayerSpec:
+    """The spec of one of VARIANTS; sizes: experts, hidden, intermediate."""
+    name, _, zeros = variant.partition(" with ")
+    return LayerSpec(name, *sizes, zero_points=bool(zeros), **options)
+
+
 def tolerance(name: str) -> float:
     return TOLERANCE.get(name, TOLERANCE_INT)
 
@@ -98,7 +108,7 @@ class LayerContract:
     def tolerance(self, name: str) -> float:
         return self.looser.get(name, tolerance(name))
 
-    @pytest.mark.parametrize("name", FORMATS)
+    @pytest.mark.parametrize("name", VARIANTS)
     @pytest.mark.parametrize(
         ("num_experts", "hidden", "intermediate", "num_tokens", "top_k"),
         [(4, 256, 96, 3, 2), (3, 100, 50, 9, 3), (1, 131, 33, 1, 1), (2, 31, 7, 4, 2), (6, 288, 160, 40, 2)],
@@ -107,13 +117,13 @@ class LayerContract:
     def test_a_layer_equals_the_loop_in_float64(
         self, name: str, num_experts: int, hidden: int, intermediate: int, num_tokens: int, top_k: int
     ) -> None:
-        spec = LayerSpec(name, num_experts, hidden, intermediate)
+        spec = spec_of(name, num_experts, hidden, intermediate)
         experts = made_up(spec)
         tokens, ids, weights = routed(spec, num_tokens, top_k)
         got = filled(self.kind, spec, experts).moe(tokens, ids, weights)
         assert error(got, reference.moe(spec, experts, tokens, ids, weights)) < self.tolerance(name)
 
-    @pytest.mark.parametrize("name", ["bf16", "mxfp4", "int8"])
+    @pytest.mark.parametrize("name", ["bf16", "mxfp4", "int8", "int4_g32 with zeros"])
     @pytest.mark.parametrize(
         "options",
         [
@@ -126,7 +136,7 @@ class LayerContract:
         ids=["gpt-oss", "deepseek-v4", "relu2 without gate", "gelu_tanh", "gelu without gate"],
     )
     def test_gates_biases_and_orders_of_rows(self, name: str, options: dict[str, Any]) -> None:
-        spec = LayerSpec(name, 3, 96, 72, **options)
+        spec = spec_of(name, 3, 96, 72, **options)
         experts = made_up(spec)
         tokens, ids, weights = routed(spec, 5, 2)
         tokens *= 6.0  # beyond the clamps
@@ -144,11 +154,11 @@ class LayerContract:
         np.testing.assert_array_equal(a.moe(*call), b.moe(*call))
         np.testing.assert_array_equal(b.unpack(1).gate_up, views[1].gate_up)
 
-    @pytest.mark.parametrize("name", FORMATS)
+    @pytest.mark.parametrize("name", VARIANTS)
     @pytest.mark.parametrize(("hidden", "intermediate"), [(256, 128), (131, 45)])
     def test_an_expert_comes_back_byte_for_byte(self, name: str, hidden: int, intermediate: int) -> None:
-        numbers = FORMATS[name].scale_numbers
-        spec = LayerSpec(name, 2, hidden, intermediate, bias="bf16", interleaved=True, scale_number=numbers[-1])
+        numbers = FORMATS[name.split()[0]].scale_numbers
+        spec = spec_of(name, 2, hidden, intermediate, bias="bf16", interleaved=True, scale_number=numbers[-1])
         experts = made_up(spec)
         made = filled(self.kind, spec, experts)
         for e, stored in enumerate(experts):
@@ -309,6 +319,25 @@ class LayerContract:
             with pytest.raises(OpsError, match=rf"{matrix}_scale \[.*\] is NaN or infinite"):
                 self.kind(spec, 7).put(0, dataclasses.replace(good, **{f"{matrix}_scale": scales}))
 
+    @pytest.mark.parametrize("matrix", ["gate_up", "down"])
+    def test_zero_points_that_do_not_fit_are_refused(self, matrix: str) -> None:
+        spec = spec_of("int4_g32 with zeros", 2, 64, 33)
+        good, name = made_up(spec)[0], f"{matrix}_zero"
+        zeros = getattr(good, name)
+        assert zeros.shape == getattr(good, f"{matrix}_scale").shape
+        above = zeros.copy()
+        above[2, 1] = 16
+        for value, message in (
+            (above, rf"{name} \[2, 1\] is 16: wanted 0 to 15"),
+            (zeros.astype(np.int8), rf"{name} is int8 .*: wanted uint8"),
+            (zeros[1:], rf"{name} is uint8 .*: wanted uint8 \[{len(zeros)}, 2\]"),
+            (None, f"{name} is missing, but the layer has them"),
+        ):
+            with pytest.raises(OpsError, match=message):
+                self.kind(spec, 7).put(0, dataclasses.replace(good, **{name: value}))
+        with pytest.raises(OpsError, match="_zero is there, but the layer has none"):
+            self.kind(dataclasses.replace(spec, zero_points=False), 7).put(0, good)
+
     @pytest.mark.parametrize("name", ["fp8_block128", "fp8_channel", "mxfp8"])
     @pytest.mark.parametrize("code", [0x7F, 0xFF])
     def test_fp8_weights_that_are_nan_are_refused_at_load(self, name: str, code: int) -> None:
@@ -367,12 +396,12 @@ class TestTorchFromPacked(LayerContract):
 
 
 @compiled
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", VARIANTS)
 class TestBits:
     """The same input gives the same bits."""
 
     def test_whatever_the_number_of_threads(self, name: str) -> None:
-        spec = LayerSpec(name, 6, 288, 160)
+        spec = spec_of(name, 6, 288, 160)
         made = filled(CompiledLayer, spec, made_up(spec))
         for num_tokens in (1, 50):
             call = routed(spec, num_tokens, 3)
@@ -381,7 +410,7 @@ class TestBits:
                 np.testing.assert_array_equal(made.moe(*call, threads=threads), one)
 
     def test_from_four_python_threads_at_once(self, name: str) -> None:
-        spec = LayerSpec(name, 6, 160, 96)
+        spec = spec_of(name, 6, 160, 96)
         made = filled(CompiledLayer, spec, made_up(spec))
         calls = [routed(spec, t, 3, seed=t) for t in (1, 3, 7, 20)]
         wanted = [made.moe(*call) for call in calls]
@@ -398,7 +427,7 @@ class TestBits:
         assert wrong == []
 
     def test_whatever_other_tokens_are_in_the_call(self, name: str) -> None:
-        spec = LayerSpec(name, 4, 160, 96)
+        spec = spec_of(name, 4, 160, 96)
         made = filled(CompiledLayer, spec, made_up(spec))
         tokens, ids, weights = routed(spec, 30, 2)
         together = made.moe(tokens, ids, weights)
@@ -467,10 +496,10 @@ def test_a_packed_expert_can_be_adopted_without_a_copy() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("name", ["bf16", "fp32", "int4_g32"])
+@pytest.mark.parametrize("name", ["bf16", "fp32", "int4_g32", "int4_g32 with zeros"])
 @pytest.mark.parametrize("hidden", [70, 128])
 def test_picks_added_in_several_calls_or_combined_later_have_the_bits_of_one_call(name: str, hidden: int) -> None:
-    spec = LayerSpec(name, 5, hidden, 40)
+    spec = spec_of(name, 5, hidden, 40)
     made = filled(CompiledLayer, spec, made_up(spec))
     tokens, ids, weights = routed(spec, 7, 3)
     ids = np.sort(ids, axis=1)
@@ -488,10 +517,10 @@ def test_picks_added_in_several_calls_or_combined_later_have_the_bits_of_one_cal
 
 
 @compiled
-@pytest.mark.parametrize("name", ["bf16", "int8", "mxfp4", "fp8_block128"])
+@pytest.mark.parametrize("name", ["bf16", "int8", "mxfp4", "int4_g32 with zeros", "fp8_block128"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_token_that_is_not_finite_spoils_its_own_row_only(name: str, value: float) -> None:
-    spec = LayerSpec(name, 2, 70, 40)
+    spec = spec_of(name, 2, 70, 40)
     made = filled(CompiledLayer, spec, made_up(spec))
     tokens, ids, weights = routed(spec, 3, 2)
     clean = made.moe(tokens, ids, weights)
@@ -504,7 +533,7 @@ def test_a_token_that_is_not_finite_spoils_its_own_row_only(name: str, value: fl
 @compiled
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(
-    st.sampled_from(sorted(FORMATS)),
+    st.sampled_from(sorted(VARIANTS)),
     st.integers(1, 5),
     st.integers(1, 140),
     st.integers(1, 90),
@@ -515,7 +544,7 @@ def test_a_token_that_is_not_finite_spoils_its_own_row_only(name: str, value: fl
 def test_any_shape_agrees_with_the_loop(
     name: str, num_experts: int, hidden: int, intermediate: int, num_tokens: int, gated: bool, random: Any
 ) -> None:
-    spec = LayerSpec(name, num_experts, hidden, intermediate, gated=gated)
+    spec = spec_of(name, num_experts, hidden, intermediate, gated=gated)
     experts = made_up(spec, random.randrange(1000))
     tokens, ids, weights = routed(spec, num_tokens, random.randint(1, num_experts), random.randrange(1000))
     got = filled(CompiledLayer, spec, experts).moe(tokens, ids, weights)
@@ -527,10 +556,17 @@ def test_any_shape_agrees_with_the_loop(
 @compiled
 @pytest.mark.parametrize(
     ("name", "bound"),
-    [("int8", 1.2e-2), ("int4_g32", 1.2e-2), ("mxfp4", 1.2e-2), ("bf16", 4e-3), ("fp8_block128", 4e-3)],
+    [
+        ("int8", 1.2e-2),
+        ("int4_g32", 1.2e-2),
+        ("int4_g32 with zeros", 1.2e-2),
+        ("mxfp4", 1.2e-2),
+        ("bf16", 4e-3),
+        ("fp8_block128", 4e-3),
+    ],
 )
 def test_the_error_on_a_real_shape_is_as_documented(name: str, bound: float) -> None:
-    spec = LayerSpec(name, 2, 2048, 768)
+    spec = spec_of(name, 2, 2048, 768)
     experts = made_up(spec)
     tokens, ids, weights = routed(spec, 1, 2)
     got = filled(CompiledLayer, spec, experts).moe(tokens, ids, weights)
@@ -558,6 +594,48 @@ class TestFormats:
         first, second, _, _ = dequantise(spec, stored)
         np.testing.assert_array_equal(first, [[3.5, -3.5]])
         np.testing.assert_array_equal(second, [[0.0], [2.0]])
+
+    def test_zero_points_are_subtracted_before_the_scale_multiplies(self) -> None:
+        spec = spec_of("int4_g32 with zeros", 1, 34, 1, gated=False)
+        codes = np.full((1, 17), 0x5F, np.uint8)
+        stored = ExpertWeights(
+            codes,
+            np.zeros((34, 1), np.uint8),
+            np.array([[0.5, 2.0]], np.float32),
+            np.ones((34, 1), np.float32),
+            gate_up_zero=np.array([[0, 15]], np.uint8),
+            down_zero=np.full((34, 1), 3, np.uint8),
+        )
+        first, second, _, _ = dequantise(spec, stored)
+        np.testing.assert_array_equal(first, [[7.5, 2.5] * 16 + [0.0, -20.0]])
+        assert (second == -3).all()
+
+    @pytest.mark.parametrize("name", ["int4_g32", "int4_g128"])
+    def test_a_zero_of_8_everywhere_is_the_symmetric_format_bit_for_bit(self, name: str) -> None:
+        plain = LayerSpec(name, 2, 160, 72)
+        experts = made_up(plain)
+        zeros = [
+            dataclasses.replace(
+                e,
+                gate_up_zero=np.full(e.gate_up_scale.shape, 8, np.uint8),
+                down_zero=np.full(e.down_scale.shape, 8, np.uint8),
+            )
+            for e in experts
+        ]
+        with_zeros = dataclasses.replace(plain, zero_points=True)
+        np.testing.assert_array_equal(dequantise(with_zeros, zeros[0])[0], dequantise(plain, experts[0])[0])
+        if not NO_COMPILER:
+            call = routed(plain, 9, 2)
+            one, two = filled(CompiledLayer, plain, experts), filled(CompiledLayer, with_zeros, zeros)
+            np.testing.assert_array_equal(one.moe(*call), two.moe(*call))
+
+    def test_values_on_one_side_of_0_are_nearer_with_zero_points(self) -> None:
+        values = np.random.default_rng(0).uniform(0, 1, (64, 64)), np.random.default_rng(1).uniform(0, 1, (64, 32))
+        errors = []
+        for name in ("int4_g32", "int4_g32 with zeros"):
+            spec = spec_of(name, 1, 64, 32)
+            errors.append(np.abs(dequantise(spec, quantise(spec, *values))[0] - values[0]).max())
+        assert errors[1] <= 1 / 30 + 1e-6 < errors[0]  # half a step of 1/15, of 1/7
 
     def test_mxfp4_codes_and_scales(self) -> None:
         spec = LayerSpec("mxfp4", 1, 2, 1, gated=False)
@@ -602,6 +680,8 @@ class TestFormats:
             ({"gated": False, "activation": Activation(limit=3.0)}, "belong to a gate"),
             ({"format": "mxfp4", "scale_number": "fp32"}, "mxfp4 scales in fp32"),
             ({"bias": "fp8"}, "biases in 'fp8'"),
+            ({"format": "mxfp4", "zero_points": True}, "mxfp4 has no zero points"),
+            ({"zero_points": True}, "bf16 has no zero points"),
         ],
     )
     def test_specs_that_do_not_fit_are_refused(self, options: dict[str, Any], message: str) -> None:
@@ -622,6 +702,14 @@ class TestFormats:
         assert layout.expert_bytes == layout.stored_bytes == 3 * 256 * 64 * 2
         four_bit = LayerSpec("mxfp4", 1, 256, 64).layout
         assert four_bit.expert_bytes == four_bit.stored_bytes == 3 * 256 * 64 // 2 + 3 * 256 * 64 // 32
+
+    def test_a_zero_point_is_half_a_byte_stored_and_a_byte_packed(self) -> None:
+        plain = LayerSpec("int4_g32", 1, 256, 64).layout
+        zeros = spec_of("int4_g32 with zeros", 1, 256, 64).layout
+        assert zeros.stored_bytes - plain.stored_bytes == 3 * 256 * 64 // 32 // 2
+        assert zeros.expert_bytes - plain.expert_bytes == 3 * 256 * 64 // 32
+        odd = [spec_of(n, 1, 3, 1, gated=False).layout.stored_bytes for n in ("int4_g32", "int4_g32 with zeros")]
+        assert odd[1] - odd[0] == 1 + 2  # 1 zero, and 3
 
 
 class TestThreads:

@@ -33,7 +33,7 @@ STEP = 32
 NUMBERS = {"none": 0, "fp32": 1, "fp16": 2, "bf16": 3, "e8m0": 4}
 """Codes of number types in the compiled library."""
 NUMBER_BYTES = {"none": 0, "fp32": 4, "fp16": 2, "bf16": 2, "e8m0": 1}
-_NUMBER_DTYPES: dict[str, type] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16, "e8m0": np.uint8}
+NUMBER_DTYPES: dict[str, type] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16, "e8m0": np.uint8}
 
 FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """E2M1 (OCP Microscaling Formats 1.0, table 5)."""
@@ -75,7 +75,7 @@ FORMATS: dict[str, Format] = {
 }
 """int8: weight times the row's scale. int4: two weights a byte, low nibble first, stored + 8. fp8 and mxfp8: E4M3 (no
 infinities). mxfp4: E2M1 codes, low nibble first. e8m0: a power of two, exponent + 127 (OCP Microscaling Formats
-1.0)."""
+1.0). int4 with `LayerSpec.zero_points`: (nibble - the group's zero) times the group's scale."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,8 @@ class LayerSpec:
     transposed: bool = False
     scale_number: str = ""
     """fp32, fp16, bf16 or e8m0; empty = what the format is usually stored with."""
+    zero_points: bool = False
+    """int4 only: each scale has a zero of 0 to 15 beside it (asymmetric, as AWQ and GPTQ make them)."""
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -132,6 +134,8 @@ class LayerSpec:
             raise OpsError(
                 f"{self.format} scales in {self.scale_number}: wanted one of {', '.join(kind.scale_numbers)}"
             )
+        if self.zero_points and kind.code != FORMATS["int4_g32"].code:
+            raise OpsError(f"{self.format} has no zero points: only int4 formats do")
         if self.bias not in ("none", *_REAL):
             raise OpsError(f"biases in {self.bias!r}: wanted none, fp32, fp16 or bf16")
         if self.transposed and kind.scales != "none":
@@ -175,20 +179,23 @@ class MatrixLayout:
     """[panels * 64] row of the stored matrix at each packed row, -1 = padding"""
     data_at: int
     scales_at: int
-    """-1 = none"""
+    """-1 = none; as are the two below"""
+    zeros_at: int
+    """a byte each, in the order of the scales"""
     bias_at: int
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A packed expert: one buffer that holds both matrices, their scales and biases, each part on a multiple of 64
-    bytes."""
+    """A packed expert: one buffer that holds both matrices, their scales, zero points and biases, each part on a
+    multiple of 64 bytes."""
 
     first: MatrixLayout
     second: MatrixLayout
     expert_bytes: int
     stored_bytes: int
-    """of the weights and scales as a checkpoint has them: what a plan counts"""
+    """of the weights, scales and zero points (half a byte each, though a packed one takes a whole) as a checkpoint has
+    them: what a plan counts"""
 
     @staticmethod
     def of(spec: LayerSpec) -> Layout:
@@ -216,9 +223,12 @@ class Layout:
             group_steps = kind.group // STEP if kind.group else steps
             groups = math.ceil(steps / group_steps) if kind.scales != "none" else 0
             data_at, at = at, _aligned(at + len(source) * padded_k * kind.bits // 8)
-            scales_at, bias_at = -1, -1
+            scales_at, zeros_at, bias_at = -1, -1, -1
             if groups:
                 scales_at, at = at, _aligned(at + len(source) * groups * NUMBER_BYTES[spec.scale_number])
+            if spec.zero_points:
+                zeros_at, at = at, _aligned(at + len(source) * groups)
+                stored += math.ceil(rows * groups / 2)
             if spec.bias != "none":
                 bias_at, at = at, _aligned(at + len(source) * 4)
             row_bytes = math.ceil(k * kind.bits / 8)
@@ -226,7 +236,7 @@ class Layout:
             parts.append(
                 MatrixLayout(
                     rows, k, panels, padded_k, row_bytes, padded_k * kind.bits // 32, group_steps, groups,
-                    source.astype(np.int32), data_at, scales_at, bias_at,
+                    source.astype(np.int32), data_at, scales_at, zeros_at, bias_at,
                 )
             )  # fmt: skip
         return Layout(parts[0], parts[1], at, stored)
@@ -239,7 +249,8 @@ class ExpertWeights:
 
     gate_up: [2F, H] ([F, H] without a gate); down: [H, F]; two weights a byte in 4-bit formats ([2F, H/2], or gpt-oss'
     [2F, H/32, 16]). Scales: int8, fp8_channel [2F] and [H]; groups [2F, ceil(H/group)] and [H, ceil(F/group)];
-    fp8_block128 [ceil(2F/128), ceil(H/128)] and [ceil(H/128), ceil(F/128)]. Biases: [2F] and [H].
+    fp8_block128 [ceil(2F/128), ceil(H/128)] and [ceil(H/128), ceil(F/128)]. Zeros, uint8 of 0 to 15, one
+    a byte: the shape of the scales. Biases: [2F] and [H].
     """
 
     gate_up: Any
@@ -248,6 +259,8 @@ class ExpertWeights:
     down_scale: Any = None
     gate_up_bias: Any = None
     down_bias: Any = None
+    gate_up_zero: Any = None
+    down_zero: Any = None
 
 
 _NUMPY_KINDS: dict[Any, str] = {
@@ -327,9 +340,9 @@ def _torch_kind(dtype: Any) -> str:
 
 def checked_weights(
     spec: LayerSpec, weights: ExpertWeights
-) -> tuple[tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None], ...]:
-    """((data, scales, bias) of the first matrix, of the second): shapes and types as `spec` says, scales [N, groups]
-    and finite.
+) -> tuple[tuple[NDArray[Any], NDArray[Any] | None, Bytes | None, NDArray[Any] | None], ...]:
+    """((data, scales, zeros, bias) of the first matrix, of the second): shapes and types as `spec` says, scales
+    [N, groups] and finite, zeros [N, groups] of 0 to 15.
 
     data is [N, K] in stored elements (or [N, ceil(K/2)] bytes), perhaps a transposed view. Raises OpsError otherwise.
     """
@@ -337,6 +350,7 @@ def checked_weights(
     for name, rows, k in (("gate_up", spec.first_rows, spec.hidden), ("down", spec.hidden, spec.intermediate)):
         data = _checked_data(spec, name, getattr(weights, name), rows, k)
         scales = _checked_scales(spec, f"{name}_scale", getattr(weights, f"{name}_scale"), rows, k)
+        zeros = _checked_zeros(spec, f"{name}_zero", getattr(weights, f"{name}_zero"), rows, k)
         bias_name, bias = f"{name}_bias", getattr(weights, f"{name}_bias")
         if (bias is None) != (spec.bias == "none"):
             raise OpsError(
@@ -347,7 +361,7 @@ def checked_weights(
             if kind != spec.bias or array.shape != (rows,):
                 raise OpsError(f"{bias_name} is {kind} {list(array.shape)}: wanted {spec.bias} [{rows}]")
             bias = np.ascontiguousarray(array)
-        out.append((data, scales, bias))
+        out.append((data, scales, zeros, bias))
     return tuple(out)
 
 
@@ -401,6 +415,22 @@ def _checked_scales(spec: LayerSpec, name: str, value: Any, rows: int, k: int) -
     return array.reshape(rows, -1)
 
 
+def _checked_zeros(spec: LayerSpec, name: str, value: Any, rows: int, k: int) -> Bytes | None:
+    if (value is not None) != spec.zero_points:
+        state, wanted = ("missing", "has them") if value is None else ("there", "has none")
+        raise OpsError(f"{name} is {state}, but the layer {wanted} (zero_points of its LayerSpec)")
+    if value is None:
+        return None
+    array, number = as_array(name, value)
+    shape = scale_shape(spec.kind, rows, k)
+    if number != "uint8" or array.shape != shape:
+        raise OpsError(f"{name} is {number} {list(array.shape)}: wanted uint8 {list(shape)}, one zero point a byte")
+    if array.max() > 15:
+        where = [int(i) for i in np.argwhere(array > 15)[0]]
+        raise OpsError(f"{name} {where} is {array[tuple(where)]}: wanted 0 to 15, one zero point a byte")
+    return array
+
+
 def numbers_to_float(array: NDArray[Any], number: str) -> Floats:
     """float32 values of fp32, fp16, bf16 (np.uint16) or e8m0 (np.uint8) numbers."""
     if number == "bf16":
@@ -417,7 +447,7 @@ def float_to_numbers(array: NDArray[Any], number: str) -> NDArray[Any]:
         bits = np.ascontiguousarray(values).view(np.uint32)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
-    return values.astype(_NUMBER_DTYPES[number])
+    return values.astype(NUMBER_DTYPES[number])
 
 
 def fp8_to_float(codes: Bytes) -> Floats:
@@ -453,11 +483,13 @@ def dequantise(spec: LayerSpec, weights: ExpertWeights) -> tuple[Floats, Floats,
     """
     values: list[Floats] = []
     biases: list[Floats | None] = []
-    for (data, scales, bias), k in zip(checked_weights(spec, weights), (spec.hidden, spec.intermediate), strict=True):
+    parts = zip(checked_weights(spec, weights), (spec.hidden, spec.intermediate), strict=True)
+    for (data, scales, zeros, bias), k in parts:
         kind = spec.kind
         if kind.bits == 4:
             codes = np.stack([data & 15, data >> 4], -1).reshape(len(data), -1)[:, :k]
-            value = FP4_VALUES[codes] if kind.name == "mxfp4" else codes.astype(np.float32) - 8
+            zero = np.float32(8) if zeros is None else np.repeat(zeros.astype(np.float32), kind.group, axis=1)[:, :k]
+            value = FP4_VALUES[codes] if kind.name == "mxfp4" else codes.astype(np.float32) - zero
         elif kind.code == FORMATS["mxfp8"].code:
             value = fp8_to_float(data)
         elif kind.name == "int8":
@@ -486,22 +518,27 @@ def quantise(
     """An expert of this spec nearest to real values: gate_up [2F, H] with gates first, down [H, F], biases [2F] and
     [H].
 
-    Scales are the largest magnitude of what shares them over the largest code (a power of two for e8m0). Plain
-    rounding, nothing clever: for tests, demos and measurements.
+    Scales are the largest magnitude of what shares them over the largest code (a power of two for e8m0); with zero
+    points, the distance from a group's least value to its greatest over 15. Plain rounding, nothing clever: for tests,
+    demos and measurements.
     """
     first, first_bias = np.asarray(gate_up, np.float32), gate_up_bias
     if spec.interleaved:
         f = spec.intermediate
         order = np.stack([np.arange(f), np.arange(f) + f], 1).reshape(-1)
         first, first_bias = first[order], None if first_bias is None else np.asarray(first_bias)[order]
-    pairs = [quantise_matrix(spec, first), quantise_matrix(spec, np.asarray(down, np.float32))]
+    matrices = (first, np.asarray(down, np.float32))
+    made = [_with_zeros(spec, m) if spec.zero_points else (*quantise_matrix(spec, m), None) for m in matrices]
     bias = [None if b is None else float_to_numbers(np.asarray(b), spec.bias) for b in (first_bias, down_bias)]
-    data = [np.ascontiguousarray(p[0].T) if spec.transposed else p[0] for p in pairs]
-    return ExpertWeights(data[0], data[1], pairs[0][1], pairs[1][1], bias[0], bias[1])
+    data = [np.ascontiguousarray(m[0].T) if spec.transposed else m[0] for m in made]
+    return ExpertWeights(data[0], data[1], made[0][1], made[1][1], bias[0], bias[1], made[0][2], made[1][2])
 
 
 def quantise_matrix(spec: LayerSpec, value: Floats) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """(codes, scales) of one matrix [N, K] as stored: `quantise` of its rows, whatever they are."""
+    """(codes, scales) of one matrix [N, K] as stored: `quantise` of its rows, whatever they are. Raises OpsError for a
+    spec with zero points, which a pair has no place for."""
+    if spec.zero_points:
+        raise OpsError("a matrix alone is quantised without zero points: `quantise` makes an expert with them")
     kind = spec.kind
     rows, k = value.shape
     if kind.scales == "none":
@@ -536,10 +573,31 @@ def quantise_matrix(spec: LayerSpec, value: Floats) -> tuple[NDArray[Any], NDArr
             nibble = np.searchsorted((FP4_VALUES[1:8] + FP4_VALUES[:7]) / 2, np.abs(code)) + np.where(code < 0, 8, 0)
         else:
             nibble = np.clip(np.rint(code), -8, 7) + 8
-        padded_nibble = np.zeros((rows, math.ceil(k / 2) * 2), np.uint8)
-        padded_nibble[:, :k] = nibble
-        data = padded_nibble[:, ::2] | padded_nibble[:, 1::2] << 4
+        data = _nibbles_to_bytes(nibble)
     return data, scales[:, 0] if kind.scales == "row" else scales
+
+
+def _with_zeros(spec: LayerSpec, value: Floats) -> tuple[Bytes, NDArray[Any], Bytes]:
+    """(codes, scales, zeros) of one matrix [N, K]. The range of a group reaches to 0, so that its zero is a nibble."""
+    (rows, k), group = value.shape, spec.kind.group
+    padded = np.zeros((rows, spec.kind.groups(k) * group), np.float32)
+    padded[:, :k] = value
+    by_group = padded.reshape(rows, -1, group)
+    least, most = np.minimum(by_group.min(2), 0), np.maximum(by_group.max(2), 0)
+    scales = float_to_numbers(np.maximum((most - least) / 15, 1e-6), spec.scale_number)
+    scale = numbers_to_float(scales, spec.scale_number)
+    zeros = np.clip(np.rint(-least / scale), 0, 15)
+    nibbles = np.clip(np.rint(by_group / scale[:, :, None]) + zeros[:, :, None], 0, 15).reshape(rows, -1)[:, :k]
+    return _nibbles_to_bytes(nibbles), scales, zeros.astype(np.uint8)
+
+
+def _nibbles_to_bytes(nibbles: NDArray[Any]) -> Bytes:
+    """[N, ceil(K/2)] from [N, K], low nibble first."""
+    rows, k = nibbles.shape
+    padded = np.zeros((rows, math.ceil(k / 2) * 2), np.uint8)
+    padded[:, :k] = nibbles
+    data: Bytes = padded[:, ::2] | padded[:, 1::2] << 4
+    return data
 
 
 def _aligned(size: int) -> int:

@@ -11,7 +11,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,15 +131,22 @@ class ReadStream:
 
 
 def filled_layer(
-    name: str, *, hidden: int, intermediate: int, working_set_bytes: int, num_experts: int | None = None, top_k: int = 8
+    name: str,
+    *,
+    hidden: int,
+    intermediate: int,
+    working_set_bytes: int,
+    num_experts: int | None = None,
+    top_k: int = 8,
+    zero_points: bool = False,
 ) -> CompiledLayer:
     """A layer of one format whose experts fill the working set: different memory, the same values (a kernel's time does
     not depend on them)."""
     rng = np.random.default_rng(0)
     scale_number = "fp16" if name.startswith("int4") else ""
-    probe = LayerSpec(name, 1, hidden, intermediate, scale_number=scale_number)
+    probe = LayerSpec(name, 1, hidden, intermediate, scale_number=scale_number, zero_points=zero_points)
     count = num_experts or max(top_k, working_set_bytes // probe.layout.expert_bytes)
-    spec = LayerSpec(name, count, hidden, intermediate, scale_number=scale_number)
+    spec = replace(probe, num_experts=count)
     layer = CompiledLayer(spec)
     gate_up = rng.standard_normal((2 * intermediate, hidden), np.float32) * np.float32(hidden**-0.5)
     down = rng.standard_normal((hidden, intermediate), np.float32) * np.float32(intermediate**-0.5)

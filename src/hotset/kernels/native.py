@@ -32,7 +32,8 @@ class CLayer(ctypes.Structure):
         *((name, c_float) for name in ("alpha", "limit", "up_offset")),
         ("reserved", c_int32),
         *((name, c_int64) for name in ("first_group_steps", "second_group_steps")),
-        *((name, c_int64) for name in ("first_scales", "first_bias", "second_data", "second_scales", "second_bias")),
+        *((name, c_int64) for name in ("first_scales", "first_zeros", "first_bias", "second_data")),
+        *((name, c_int64) for name in ("second_scales", "second_zeros", "second_bias")),
     )
 
     @staticmethod
@@ -42,7 +43,8 @@ class CLayer(ctypes.Structure):
             spec.num_experts, spec.hidden, spec.intermediate,
             spec.kind.code, NUMBERS[spec.scale_number], int(spec.gated), Activation.KINDS.index(act.kind),
             act.alpha, act.limit, act.up_offset, 0, first.group_steps, second.group_steps,
-            first.scales_at, first.bias_at, second.data_at, second.scales_at, second.bias_at,
+            first.scales_at, first.zeros_at, first.bias_at, second.data_at,
+            second.scales_at, second.zeros_at, second.bias_at,
         )  # fmt: skip
 
 

@@ -18,11 +18,13 @@ from hotset.kernels import native
 from hotset.kernels.call import Call, bad_id
 from hotset.kernels.formats import (
     FORMATS,
+    NUMBER_DTYPES,
     NUMBERS,
     Buffer,
     ExpertWeights,
     Floats,
     LayerSpec,
+    MatrixLayout,
     checked_weights,
     numbers_to_float,
 )
@@ -48,31 +50,31 @@ class PackedKernel:
     def pack(self, weights: ExpertWeights, packed: NDArray[np.uint8]) -> None:
         """Packs an expert into `packed`, [spec.layout.expert_bytes] bytes of the caller's on a multiple of 64.
 
-        Raises OpsError: shapes or types that the spec does not say, scales that are NaN or infinite, NaN among FP8
-        weights.
+        Raises OpsError: shapes or types that the spec does not say, scales that are NaN or infinite, zero points above 15,
+        NaN among FP8 weights.
         """
         self.check(packed)
         layout = self.spec.layout
         parts = checked_weights(self.spec, weights)
         if self.spec.kind.code == FORMATS["mxfp8"].code and any(
-            native.has_fp8_nan(np.ascontiguousarray(data)) for data, _, _ in parts
+            native.has_fp8_nan(np.ascontiguousarray(data)) for data, *_ in parts
         ):
             raise OpsError(
                 f"an FP8 weight of layer {self.layer} is NaN: the checkpoint is damaged, or not {self.spec.format}"
             )
-        for matrix, (data, scales, bias) in zip((layout.first, layout.second), parts, strict=True):
+        for matrix, (data, scales, zeros, bias) in zip((layout.first, layout.second), parts, strict=True):
             native.pack(packed, data, matrix, self._flip)
             rows = matrix.source_row
             there = rows >= 0
-            if scales is not None:
-                to = packed[matrix.scales_at :][: len(rows) * matrix.groups * scales.itemsize].view(scales.dtype)
-                by_panel = np.where(there[:, None], scales[rows], scales.dtype.type(0)).reshape(
-                    matrix.panels, -1, matrix.groups
-                )
-                to.reshape(matrix.panels, matrix.groups, -1)[:] = by_panel.transpose(0, 2, 1)
+            for values, at in ((scales, matrix.scales_at), (zeros, matrix.zeros_at)):
+                if values is not None:
+                    by_panel = np.where(there[:, None], values[rows], values.dtype.type(0)).reshape(
+                        matrix.panels, -1, matrix.groups
+                    )
+                    _by_group(packed, matrix, at, values.dtype)[:] = by_panel.transpose(0, 2, 1)
             if bias is not None:
-                values = np.where(there, numbers_to_float(bias, self.spec.bias)[rows], np.float32(0))
-                packed[matrix.bias_at :][: len(rows) * 4].view(np.float32)[:] = values
+                floats = np.where(there, numbers_to_float(bias, self.spec.bias)[rows], np.float32(0))
+                packed[matrix.bias_at :][: len(rows) * 4].view(np.float32)[:] = floats
 
     def unpack(self, packed: NDArray[np.uint8]) -> ExpertWeights:
         """The expert as it was packed, byte for byte, in new NumPy arrays of the shapes in `ExpertWeights`."""
@@ -82,22 +84,20 @@ class PackedKernel:
         for name, matrix in (("gate_up", layout.first), ("down", layout.second)):
             data: NDArray[Any] = native.unpack(packed, matrix, self._flip).view(spec.kind.dtype)
             parts[name] = np.ascontiguousarray(data.T) if spec.transposed else data
-            order = np.flatnonzero(matrix.source_row >= 0)
-            to_row = matrix.source_row[order]
             if matrix.scales_at >= 0:
-                dtype = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16, "e8m0": np.uint8}[spec.scale_number]
-                count = len(matrix.source_row) * matrix.groups * np.dtype(dtype).itemsize
-                by_panel = packed[matrix.scales_at :][:count].view(dtype).reshape(matrix.panels, matrix.groups, -1)
-                scales = np.empty((matrix.rows, matrix.groups), dtype)
-                scales[to_row] = by_panel.transpose(0, 2, 1).reshape(-1, matrix.groups)[order]
+                scales = _rows_of(_by_group(packed, matrix, matrix.scales_at, NUMBER_DTYPES[spec.scale_number]), matrix)
                 if spec.kind.scales == "row":
                     scales = scales[:, 0]
                 elif spec.kind.scales == "block":
                     scales = np.ascontiguousarray(scales[:: spec.kind.group])
                 parts[f"{name}_scale"] = scales
+            if matrix.zeros_at >= 0:
+                parts[f"{name}_zero"] = _rows_of(_by_group(packed, matrix, matrix.zeros_at, np.uint8), matrix)
             if matrix.bias_at >= 0:
                 bias = np.empty(matrix.rows, np.float32)
-                bias[to_row] = packed[matrix.bias_at :][: len(matrix.source_row) * 4].view(np.float32)[order]
+                there = matrix.source_row >= 0
+                packed_bias = packed[matrix.bias_at :][: len(there) * 4].view(np.float32)
+                bias[matrix.source_row[there]] = packed_bias[there]
                 parts[f"{name}_bias"] = _exact(bias, spec.bias)
         return ExpertWeights(**parts)
 
@@ -156,6 +156,20 @@ class PackedKernel:
             0,
             0,
         )
+
+
+def _by_group(packed: NDArray[np.uint8], matrix: MatrixLayout, at: int, dtype: Any) -> NDArray[Any]:
+    """[panels, groups, 64] of `packed`: the scales or zero points that lie `at`."""
+    count = len(matrix.source_row) * matrix.groups * np.dtype(dtype).itemsize
+    return packed[at : at + count].view(dtype).reshape(matrix.panels, matrix.groups, -1)
+
+
+def _rows_of(by_group: NDArray[Any], matrix: MatrixLayout) -> NDArray[Any]:
+    """The stored [N, groups] of [panels, groups, 64]."""
+    there = matrix.source_row >= 0
+    rows = np.empty((matrix.rows, matrix.groups), by_group.dtype)
+    rows[matrix.source_row[there]] = by_group.transpose(0, 2, 1).reshape(-1, matrix.groups)[there]
+    return rows
 
 
 def _exact(bias: Floats, number: str) -> NDArray[Any]:

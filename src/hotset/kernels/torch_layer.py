@@ -51,16 +51,17 @@ class TorchLayer(ExpertLayer):
     def put(self, expert: int, weights: ExpertWeights) -> None:
         parts = checked_weights(self.spec, weights)
         if self.spec.kind.code == FORMATS["mxfp8"].code and any(
-            np.isnan(fp8_to_float(data)).any() for data, _, _ in parts
+            np.isnan(fp8_to_float(data)).any() for data, *_ in parts
         ):
             raise OpsError(
                 f"an FP8 weight of layer {self.layer} is NaN: the checkpoint is damaged, or not {self.spec.format}"
             )
         kept: dict[str, Any] = {}
-        for name, (data, _, bias) in zip(("gate_up", "down"), parts, strict=True):
+        for name, (data, _, zeros, bias) in zip(("gate_up", "down"), parts, strict=True):
             kept[name] = (data.T if self.spec.transposed else data).copy(order="C")
             scales = getattr(weights, f"{name}_scale")
             kept[f"{name}_scale"] = None if scales is None else as_array(name, scales)[0].copy(order="C")
+            kept[f"{name}_zero"] = None if zeros is None else zeros.copy(order="C")
             kept[f"{name}_bias"] = None if bias is None else bias.copy()
         with self._change:
             self._require_known(expert)

@@ -66,6 +66,11 @@ struct StepScale {
     int32_t start;  // cancels the offset of unsigned weights: -offset times the sum of the step's activations
 };
 
+// What `start` becomes where each row has an offset of its own.
+INLINE i32x16 times_zeros(int32_t start, const uint8_t* zeros) {
+    return __builtin_convertvector(load<u8x16>(zeros), i32x16) * start;
+}
+
 #define PRAGMA(x) _Pragma(#x)
 #if defined(HOTSET_AVX512)
 #define UNROLL_WORDS PRAGMA(GCC unroll 8)
@@ -108,7 +113,7 @@ struct BF16 {
 };
 struct F8 {
     static constexpr int kKs = 4, kBytes = 8;
-    static constexpr bool kInteger = false, kScaled = true;
+    static constexpr bool kInteger = false, kScaled = true, kZeros = false;
     using Sum = Fp8Sum;  // two chains: one would wait for its own sixteen products
     using Wide = Fp8Words;
     INLINE Wide widen(u32x16 w) { return Fp8Words::of(w); }
@@ -117,7 +122,7 @@ struct F8 {
 struct I8 {  // stored with the sign bit flipped: byte = weight + 128
     static constexpr int kKs = 4, kBytes = 4, kOffset = 128;
     static constexpr float kUnit = 1.0f;
-    static constexpr bool kInteger = true, kScaled = true;
+    static constexpr bool kInteger = true, kScaled = true, kZeros = false;
     using Sum = i32x16;
     using Wide = u32x16;
     INLINE Wide widen(u32x16 w) { return w; }
@@ -129,7 +134,7 @@ struct Nibbles {
 struct I4 {  // nibble = weight + 8
     static constexpr int kKs = 8, kBytes = 8, kOffset = 8;
     static constexpr float kUnit = 1.0f;
-    static constexpr bool kInteger = true, kScaled = true;
+    static constexpr bool kInteger = true, kScaled = true, kZeros = false;
     using Sum = i32x16;
     using Wide = Nibbles;
     INLINE Wide widen(u32x16 w) { return {w & 0x0f0f0f0fu, (w >> 4) & 0x0f0f0f0fu}; }
@@ -137,10 +142,14 @@ struct I4 {  // nibble = weight + 8
         return dot_u8s8(dot_u8s8(sum, w.even, load<uint32_t>(a)), w.odd, load<uint32_t>(a + 4));
     }
 };
+struct I4Z : I4 {  // nibble = weight + the zero of its row and group, by which -sum(a) is multiplied
+    static constexpr int kOffset = 1;
+    static constexpr bool kZeros = true;
+};
 struct MXFP4 {  // E2M1 code -> twice its value plus 12
     static constexpr int kKs = 8, kBytes = 8, kOffset = 12;
     static constexpr float kUnit = 0.5f;
-    static constexpr bool kInteger = true, kScaled = true;
+    static constexpr bool kInteger = true, kScaled = true, kZeros = false;
     using Sum = i32x16;
     using Wide = Nibbles;
     INLINE Wide widen(u32x16 w) {
@@ -213,9 +222,10 @@ void prepare_step(uint8_t* block, int64_t size, int64_t t, const float* x) {
 struct Matrix {
     const uint8_t* data;
     const uint8_t* scales;  // [panel][group][64], or one group per panel where scales are per row
+    const uint8_t* zeros;   // in the order of the scales, a byte each, or null
     const float* bias;      // [panel][64], or null
     int64_t kp;             // padded K
-    int64_t block_bytes, stream_bytes, panel_scale_bytes;
+    int64_t block_bytes, stream_bytes, panel_scale_bytes, panel_zero_bytes;
     int32_t scale_number;
     int32_t group_steps;  // steps that share a scale
 };
@@ -250,6 +260,8 @@ void panel_times(const Matrix& m, int64_t panel, int64_t first, int64_t last, co
     } else {
         const int number = m.scale_number, scale_block = kLanes * size_of(number);
         const uint8_t* scales = m.scales + panel * m.panel_scale_bytes + first / m.group_steps * kBlocks * scale_block;
+        const uint8_t* zeros = nullptr;
+        if constexpr (F::kZeros) zeros = m.zeros + panel * m.panel_zero_bytes + first / m.group_steps * kPanel;
         int64_t left = m.group_steps - first % m.group_steps;
         for (int64_t step = first; step < last; step++) {
             __builtin_prefetch(scales + 512);
@@ -258,7 +270,9 @@ void panel_times(const Matrix& m, int64_t panel, int64_t first, int64_t last, co
                 const uint8_t* from = data + r * stride;
                 f32x16 scale = load_numbers(scales + r * scale_block, number);
                 typename F::Sum sum[NT];
-                if constexpr (F::kInteger) {
+                if constexpr (F::kZeros) {
+                    EACH(t) sum[t] = times_zeros(step_scale<F>(a, NT, t)->start, zeros + r * kLanes);
+                } else if constexpr (F::kInteger) {
                     EACH(t) sum[t] = i32x16{} + step_scale<F>(a, NT, t)->start;
                 } else {
                     EACH(t) sum[t] = typename F::Sum{};
@@ -284,6 +298,7 @@ void panel_times(const Matrix& m, int64_t panel, int64_t first, int64_t last, co
             if (--left == 0) {
                 left = m.group_steps;
                 scales += kBlocks * scale_block;
+                if constexpr (F::kZeros) zeros += kPanel;
             }
         }
     }
@@ -367,15 +382,15 @@ INLINE f32x16 activate(f32x16 x, int32_t kind, float alpha) {
 
 extern "C" {
 
-// One layer. Offsets are from the start of an expert's packed buffer; scale and bias offsets are negative where there
-// are none.
+// One layer. Offsets are from the start of an expert's packed buffer; those of scales, zeros and biases are negative
+// where there are none.
 struct HotsetLayer {
     int64_t num_experts, hidden, intermediate;
     int32_t format, scale_number, gated, activation;
     float alpha, limit, up_offset;
     int32_t reserved;
     int64_t first_group_steps, second_group_steps;  // steps of 32 k's that share a scale
-    int64_t first_scales, first_bias, second_data, second_scales, second_bias;
+    int64_t first_scales, first_zeros, first_bias, second_data, second_scales, second_zeros, second_bias;
 };
 
 // One call. ids: [T, K] (bytes each: id_bytes); an id of -1 or num_experts is no pick. experts: [E] packed buffers,
@@ -449,14 +464,17 @@ int64_t words_of(int32_t format) {
 
 Matrix matrix(const HotsetLayer& l, const uint8_t* expert, bool second, int64_t kp, int64_t panels) {
     int64_t scales = second ? l.second_scales : l.first_scales, bias = second ? l.second_bias : l.first_bias;
+    int64_t zeros = second ? l.second_zeros : l.first_zeros;
     int64_t group = second ? l.second_group_steps : l.first_group_steps;
     Matrix m;
     m.data = expert + (second ? l.second_data : 0);
     m.scales = scales < 0 ? nullptr : expert + scales;
+    m.zeros = zeros < 0 ? nullptr : expert + zeros;
     m.bias = bias < 0 ? nullptr : (const float*)(expert + bias);
     m.kp = kp;
     m.block_bytes = kp / words_of(l.format) * 64;
     m.stream_bytes = panels * m.block_bytes;
+    m.panel_zero_bytes = zeros < 0 ? 0 : (kp / kStep + group - 1) / group * kPanel;
     m.panel_scale_bytes = ((kp / kStep + group - 1) / group) * kPanel * size_of(l.scale_number);
     m.scale_number = l.scale_number;
     m.group_steps = (int32_t)group;
@@ -720,7 +738,7 @@ int32_t hotset_moe(const HotsetLayer* layer, HotsetCall* call) {
         case kF16: return run_layer<F16>(*layer, *call);
         case kBF16: return run_layer<BF16>(*layer, *call);
         case kI8: return run_layer<I8>(*layer, *call);
-        case kI4: return run_layer<I4>(*layer, *call);
+        case kI4: return layer->first_zeros < 0 ? run_layer<I4>(*layer, *call) : run_layer<I4Z>(*layer, *call);
         case kMXFP4: return run_layer<MXFP4>(*layer, *call);
         default: return run_layer<F8>(*layer, *call);
     }
@@ -889,5 +907,5 @@ const char* hotset_instructions() {
         ;
 }
 
-int32_t hotset_abi() { return 2; }
+int32_t hotset_abi() { return 3; }
 }
