@@ -16,16 +16,18 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hotset.errors import CheckpointError, ModelError, UnsupportedModelError
-from hotset.kernels import ExpertWeights
+from hotset.errors import CheckpointError, ModelError, OpsError, UnsupportedModelError
+from hotset.kernels import ExpertWeights, LayerSpec
+from hotset.kernels.modules import spec_of
 from hotset.models.checkpoint import Checkpoint, TensorEntry
 from hotset.models.experts import ExpertLayer, find_expert_layers, model_class_of
+from hotset.runtime.quantised import LazyFloats, QuantisedEntry, StoredMatrix, logical_checkpoint
 
 _DTYPE_NAMES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
@@ -54,13 +56,16 @@ def load_skeleton(folder: Path, *, dtype: torch.dtype | str, device: torch.devic
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = stored = Checkpoint.open(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
     except (ValueError, OSError, KeyError) as problem:
         raise ModelError(f"{folder}: Transformers cannot read its config: {str(problem).splitlines()[0]}") from None
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(f"{folder}: the checkpoint is quantised, which hotset.load does not read yet")
+    for part in (config, config.get_text_config()):
+        quantised = getattr(part, "quantization_config", None)
+        if quantised is not None:
+            checkpoint = logical_checkpoint(stored, quantised if isinstance(quantised, dict) else quantised.to_dict())
+            del part.quantization_config  # the modules are ordinary ones
     wanted_dtype = _resolve_dtype(dtype, config, checkpoint)
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         if part is not None:
@@ -76,7 +81,7 @@ def load_skeleton(folder: Path, *, dtype: torch.dtype | str, device: torch.devic
         raise UnsupportedModelError(f"{model_class.__name__} does not let its experts implementation be set")
 
     mapping: list[Any] = get_model_conversion_mapping(model)
-    reader = ExpertReader(checkpoint, model, layers, mapping)
+    reader = ExpertReader(checkpoint, model, layers, mapping, fingerprint=stored.fingerprint)
     taken_out = [module for layer in layers for module in layer.modules]
     names = list(layers[0].parameters)
     owned = {f"{path}.{name}" for layer in layers for path in (layer.name, *layer.twins) for name in names}
@@ -225,10 +230,20 @@ class ExpertReader:
     as a whole and kept until another layer is asked for. Several threads may read at once.
     """
 
-    def __init__(self, checkpoint: Checkpoint, model: Any, layers: list[ExpertLayer], mapping: list[Any]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: Any,
+        layers: list[ExpertLayer],
+        mapping: list[Any],
+        *,
+        fingerprint: str | None = None,
+    ) -> None:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
         self.checkpoint = checkpoint
+        self.fingerprint = checkpoint.fingerprint if fingerprint is None else fingerprint
+        """The model's, by what is stored."""
         self._files: dict[Path, Any] = {}
         self._descriptors: dict[Path, int] = {}
         self._opening = threading.Lock()
@@ -281,30 +296,93 @@ class ExpertReader:
 
         Raises CheckpointError where what is stored does not have the parameter's shape, or cannot be read.
         """
-        layer = self._layers[row]
-        for name, parameter in layer.parameters.items():
-            recipe = self._recipes[row][name]
-            if not recipe.per_expert:
-                parts, dim = [self._whole_layer(row)[f"{layer.name}.{name}"][expert]], 0
-                self._place(parts, dim, target[name], f"expert {expert} of layer {layer.layer_id}: {name}")
-                continue
-            runs = self._runs(row, name, expert, target[name])
-            if runs is not None:
-                self._read_runs(runs, target[name])
-                continue
-            pieces = {
-                pattern: self._slice(stored[expert])[...]
-                if len(stored) == layer.num_experts
-                else self._slice(stored[0])[expert : expert + 1].squeeze(0)
-                for pattern, stored in recipe.sources.items()
-            }
-            parts, dim = recipe.parts(pieces, f"{layer.name}.{name}", parameter.shape[1:], self._config)
-            self._place(parts, dim, target[name], f"expert {expert} of layer {layer.layer_id}: {name}")
+        for name in self._layers[row].parameters:
+            self._read_parameter(row, expert, name, target[name])
+
+    def _read_parameter(self, row: int, expert: int, name: str, target: torch.Tensor) -> None:
+        layer, recipe = self._layers[row], self._recipes[row][name]
+        what = f"expert {expert} of layer {layer.layer_id}: {name}"
+        if not recipe.per_expert:
+            self._place([self._whole_layer(row)[f"{layer.name}.{name}"][expert]], 0, target, what)
+            return
+        runs = self._runs(row, name, expert, target)
+        if runs is not None:
+            self._read_runs(runs, target)
+            return
+        pieces = {
+            pattern: self._slice(stored[expert])[...]
+            if len(stored) == layer.num_experts
+            else self._slice(stored[0])[expert : expert + 1].squeeze(0)
+            for pattern, stored in recipe.sources.items()
+        }
+        shape = layer.parameters[name].shape[1:]
+        parts, dim = recipe.parts(pieces, f"{layer.name}.{name}", shape, self._config)
+        self._place(parts, dim, target, what)
+
+    def quantised_specs(self) -> list[LayerSpec] | None:
+        """The rows' specs where experts are stored in a format that the kernels compute, and can be handed over as they
+        are, else None. Raises CheckpointError: matrices of a layer in different formats."""
+        specs = []
+        for row, layer in enumerate(self._layers):
+            matrices = [name for name, shape in layer.parameters.items() if shape.ndim == 3]
+            entries = [self._quantised_entries(row, name, 0) for name in matrices]
+            if any(found is None for found in entries):
+                return None
+            kinds = {entry.matrix(expert).kind for found in entries for entry, expert in found or ()}
+            if len(kinds) != 1:
+                raise CheckpointError(
+                    f"{self.checkpoint.folder}: layer {layer.layer_id} has experts in several formats "
+                    f"({', '.join(sorted(kind[0] for kind in kinds))}): use expert_format='float'"
+                )
+            ((name, scales, has_zeros),) = kinds
+            try:
+                spec = spec_of(layer.module, layer.parameters)
+            except OpsError:
+                return None
+            specs.append(replace(spec, format=name, scale_number=scales, zero_points=has_zeros, transposed=False))
+        return specs
 
     def read_stored(self, row: int, expert: int) -> ExpertWeights:
-        """One expert's quantised weights as they are stored. Raises CheckpointError: this checkpoint's are float."""
-        layer = self._layers[row].layer_id
-        raise CheckpointError(f"{self.checkpoint.folder}: expert {expert} of layer {layer} is not stored quantised")
+        """One expert's quantised weights as they are stored; where they are, `quantised_specs` says.
+
+        Raises CheckpointError: it is not stored so, or cannot be read.
+        """
+        layer, parts = self._layers[row], dict[str, Any]()
+        for name, parameter in layer.parameters.items():
+            what = f"{self.checkpoint.folder}: expert {expert} of layer {layer.layer_id}: {name}"
+            part = "down" if name.startswith("down") else "gate_up"
+            if parameter.ndim == 2:
+                target = torch.empty(parameter.shape[1:], dtype=parameter.dtype)
+                self._read_parameter(row, expert, name, target)
+                parts[f"{part}_bias"] = target
+                continue
+            entries = self._quantised_entries(row, name, expert)
+            if entries is None:
+                raise CheckpointError(f"{what} is not stored quantised")
+            matrix = StoredMatrix.stack([entry.matrix(which) for entry, which in entries], what)
+            parts[part], parts[f"{part}_scale"] = matrix.codes, matrix.scales
+            if matrix.zeros is not None:
+                parts[f"{part}_zero"] = matrix.zeros
+        return ExpertWeights(**parts)
+
+    def _quantised_entries(self, row: int, name: str, expert: int) -> list[tuple[QuantisedEntry, int | None]] | None:
+        """What lies under each other to make the expert's matrix, and which one of a fused entry; None where it is not
+        stored so."""
+        recipe, found = self._recipes[row][name], []
+        plain = recipe.plain()
+        if plain is None or (plain[1] != 0 and len(plain[0]) > 1):
+            return None
+        for pattern in plain[0]:
+            stored = recipe.sources[pattern]
+            is_fused = len(stored) != self._layers[row].num_experts
+            entry = self.checkpoint.tensors[stored[0] if is_fused else stored[expert]]
+            is_transposed = bool(getattr(self._layers[row].module, "is_transposed", False))
+            if not isinstance(entry, QuantisedEntry) or entry.layout.is_transposed != is_transposed:
+                return None
+            if is_fused != entry.layout.is_fused:
+                return None
+            found.append((entry, expert if is_fused else None))
+        return found
 
     def place_by_products(self, model: Any, info: Any, device: torch.device, dtype: torch.dtype) -> None:
         """Give the model the other parameters that an expert converter makes, which Transformers has not seen."""
@@ -346,6 +424,8 @@ class ExpertReader:
             is_fused = len(stored) != layer.num_experts
             entry = self.checkpoint.tensors[stored[0] if is_fused else stored[expert]]
             shape = entry.shape[1:] if is_fused else entry.shape
+            if isinstance(entry, QuantisedEntry):
+                return None
             if _DTYPE_NAMES.get(entry.dtype) != target.dtype or tuple(shape[1:]) != tuple(target.shape[1:]):
                 return None
             size = entry.num_bytes // entry.shape[0] if is_fused else entry.num_bytes
@@ -424,6 +504,8 @@ class ExpertReader:
         from safetensors import safe_open
 
         entry = self.checkpoint.tensors[name]
+        if isinstance(entry, QuantisedEntry):
+            return LazyFloats(entry)
         opened = self._files.get(entry.file)
         if opened is None:
             opened = self._files[entry.file] = safe_open(entry.file, framework="pt", device="cpu", backend="pread")

@@ -20,7 +20,7 @@ from torch import nn
 
 from hotset.core import Plan
 from hotset.errors import BudgetError, ModelError, PlanError, PolicyError, UnsupportedModelError
-from hotset.models.checkpoint import Checkpoint, resolve_model_folder
+from hotset.models.checkpoint import resolve_model_folder
 from hotset.models.experts import ExpertLayer
 from hotset.ops import ShedPolicy
 from hotset.runtime.adapting import Adaptation, Adapter
@@ -35,7 +35,7 @@ from hotset.runtime.expert_formats.choice import (
 )
 from hotset.runtime.expert_formats.contract import ExpertFormat, ExpertSource, ExpertTensors
 from hotset.runtime.host_cache import DEFAULT_POLICY, HostCache
-from hotset.runtime.loading import load_skeleton
+from hotset.runtime.loading import ExpertReader, load_skeleton
 from hotset.runtime.memory import buffer_bytes, peak_bytes, resident_bytes
 from hotset.runtime.quantising import QuantisedExperts, quantised_file
 from hotset.runtime.recording import Forward, ServingRecorder
@@ -97,8 +97,9 @@ def load(
         skip_gpu_expert_cpu_copy, dynamic=settings is not None, restore=restore, training=training
     )
     skeleton = load_skeleton(folder, dtype=dtype, device=target)
-    mask = _resolve_mask(plan, skeleton.layers, skeleton.reader.checkpoint)
-    specs = quantised_specs(skeleton.layers, expert_format)
+    mask = _resolve_mask(plan, skeleton.layers, skeleton.reader)
+    quantise_to = quantised_specs(skeleton.layers, expert_format)
+    specs = skeleton.reader.quantised_specs() if expert_format == "auto" else quantise_to
     choice = choose_formats(skeleton.layers, specs, kernels=kernels, training=training)
     budget = None if host_memory_bytes is None else parse_bytes(host_memory_bytes)
     cache_bytes = _cache_bytes(choice.formats, mask, target, copies, budget)
@@ -106,10 +107,9 @@ def load(
         choice = choose_formats(skeleton.layers, specs, kernels=kernels, training=training, from_disk=True)
     formats = choice.formats
     source: ExpertSource = skeleton.reader
-    if specs is not None:
-        fingerprint = skeleton.reader.checkpoint.fingerprint
-        path = quantised_file(specs[0].format, fingerprint, plan)
-        source = QuantisedExperts(source, skeleton.layers, specs, path, fingerprint, progress)
+    if quantise_to is not None:
+        path = quantised_file(quantise_to[0].format, skeleton.reader.fingerprint, plan)
+        source = QuantisedExperts(source, skeleton.layers, quantise_to, path, skeleton.reader.fingerprint, progress)
 
     def read(row: int, expert: int, into: ExpertTensors) -> None:
         formats[row].read(source, row, expert, into)
@@ -124,7 +124,7 @@ def load(
         skeleton.layers, mask, target, read, formats=formats, copies=copies, restore=restore, cache=cache
     )
     runtime = Runtime(skeleton.model, store, skeleton.non_expert_bytes, choice, settings, budget)
-    runtime.model_fingerprint = skeleton.reader.checkpoint.fingerprint
+    runtime.model_fingerprint = skeleton.reader.fingerprint
     store.load(progress)
     register()
     skeleton.model.set_experts_implementation(IMPLEMENTATION)
@@ -415,7 +415,7 @@ def _resolve_device(device: str | torch.device) -> torch.device:
 
 
 def _resolve_mask(
-    plan: Plan | str | Path | ArrayLike | None, layers: list[ExpertLayer], checkpoint: Checkpoint
+    plan: Plan | str | Path | ArrayLike | None, layers: list[ExpertLayer], reader: ExpertReader
 ) -> NDArray[np.bool_]:
     shape = (len(layers), layers[0].num_experts)
     if plan is None:
@@ -430,15 +430,15 @@ def _resolve_mask(
     if plan.gpu_experts_mask.shape != shape:
         raise PlanError(
             f"the plan is for {plan.num_layers} MoE layers of {plan.num_experts} experts, the model in "
-            f"{checkpoint.folder} has {shape[0]} of {shape[1]}: record and plan this model"
+            f"{reader.checkpoint.folder} has {shape[0]} of {shape[1]}: record and plan this model"
         )
     ids = [layer.layer_id for layer in layers]
     if plan.layer_ids.tolist() != ids:
         raise PlanError(f"the plan is for layers {plan.layer_ids.tolist()}, the model has MoE layers {ids}")
-    if plan.model_fingerprint is not None and plan.model_fingerprint != checkpoint.fingerprint:
+    if plan.model_fingerprint is not None and plan.model_fingerprint != reader.fingerprint:
         raise PlanError(
             f"the plan was made for another model (fingerprint {plan.model_fingerprint}, the checkpoint in "
-            f"{checkpoint.folder} has {checkpoint.fingerprint}): record and plan this model"
+            f"{reader.checkpoint.folder} has {reader.fingerprint}): record and plan this model"
         )
     return plan.gpu_experts_mask
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hotset.kernels import ExpertWeights, LayerSpec
-from hotset.kernels.formats import FP4_VALUES, checked_weights, scale_shape
+from hotset.kernels.formats import FP4_VALUES, Format, checked_weights, scale_shape
 from hotset.kernels.torch_layer import expert_rows as rows_of_matrices
 from hotset.kernels.torch_layer import tensor_of_bits
 from hotset.models.experts import ExpertLayer
@@ -57,6 +57,8 @@ def stored_shapes(spec: LayerSpec) -> Shapes:
         dtype = torch.int8 if spec.format == "int8" else torch.uint8
         shapes[name] = torch.Size([rows, -(-k * spec.kind.bits // 8)]), dtype
         shapes[f"{name}_scale"] = torch.Size(scale_shape(spec.kind, rows, k)), _NUMBERS[spec.scale_number]
+        if spec.zero_points:
+            shapes[f"{name}_zero"] = torch.Size(scale_shape(spec.kind, rows, k)), torch.uint8
         if spec.bias != "none":
             shapes[f"{name}_bias"] = torch.Size([rows]), _NUMBERS[spec.bias]
     return shapes
@@ -84,14 +86,24 @@ def stored_rows(spec: LayerSpec, rows: torch.Tensor, weights: ExpertTensors) -> 
 
 def _float(spec: LayerSpec, weights: ExpertTensors, name: str) -> torch.Tensor:
     """[N, K] float32 values of one matrix."""
-    codes, scales, kind = weights[name], weights[f"{name}_scale"], spec.kind
     k = spec.hidden if name == "gate_up" else spec.intermediate
+    zeros = weights.get(f"{name}_zero")
+    return float_values(spec.kind, spec.scale_number, weights[name], weights[f"{name}_scale"], zeros, k)
+
+
+def float_values(
+    kind: Format, scale_number: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, k: int
+) -> torch.Tensor:
+    """[N, K] float32 values of a quantised matrix, on whichever device it is; codes, scales, zeros as stored."""
     if kind.bits == 4:
         nibbles = torch.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)[:, :k]
-        values = _fp4_values(codes.device)[nibbles.long()] if kind.name == "mxfp4" else nibbles.float() - 8
+        if kind.name == "mxfp4":
+            values = _fp4_values(codes.device)[nibbles.long()]
+        else:
+            values = nibbles.float() - (8 if zeros is None else zeros.float().repeat_interleave(kind.group, 1)[:, :k])
     else:
         values = codes.float() if kind.name == "int8" else codes.view(torch.float8_e4m3fn).float()
-    if spec.scale_number == "e8m0":
+    if scale_number == "e8m0":
         scales = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
     scales = scales.float()
     if kind.scales == "block":
