@@ -114,3 +114,31 @@ def test_planning_values_a_hit_and_a_resident_token_by_the_same_prices() -> None
     from hotset.planning.objective import decode_time_values
 
     assert decode_time_values(machine(), 100.0) == (10.0 - 1.5, 2.0)
+
+
+def test_the_prefill_threshold_is_where_arithmetic_on_the_host_takes_longer_than_the_link() -> None:
+    # 2 of 2 experts missing, top-1: T tokens give T rows and 2 (1 - 2^-T) distinct experts. A row of 10 FLOP takes 2 s on
+    # the host; a copy of 40 bytes takes 40 / min(link 5, staging 10 / 2) = 8 s, its computation 40 / 100 + 0.5 = 0.9 s
+    model = CostModel(machine(host_flops_per_second=5.0))
+    layer = {"expert_bytes": 40.0, "expert_flops": 10.0, "num_experts": 2, "top_k": 1, "missing": 2.0}
+    host, streamed = model.prefill_seconds([1, 2, 7, 8], **layer)
+    # one token: reading 40 / 10 = 4 s is more than 2 s of arithmetic; and 2 s of round trip
+    assert host.tolist() == [4 + 2, 6 + 2, 14 + 2, 16 + 2]
+    assert streamed.tolist() == [8 + 0.9, 12 + 0.9, 16 * (1 - 2**-7) + 0.9, 16 * (1 - 2**-8) + 0.9]
+    assert model.prefill_threshold(**layer) == 8  # 16.8375 > 18 is false; at 7 tokens 16.775 > 16
+    assert model.prefill_threshold(**layer, most=7) is None
+    assert model.prefill_threshold(**{**layer, "missing": 0.0}) is None
+
+
+def test_a_slow_host_memory_slows_the_staging_of_streamed_experts() -> None:
+    layer = {"expert_bytes": 40.0, "expert_flops": 10.0, "num_experts": 2, "top_k": 1, "missing": 2.0}
+    slow = CostModel(machine(host_read_bytes_per_second=4.0, host_flops_per_second=5.0))
+    assert slow.prefill_seconds([1], **layer)[1].tolist() == [40 / 2 + 0.9]
+
+
+def test_prefill_streaming_needs_a_link_and_a_host_rate() -> None:
+    layer = {"expert_bytes": 40.0, "expert_flops": 10.0, "num_experts": 2, "top_k": 1, "missing": 2.0}
+    with pytest.raises(MachineError, match="no host_flops_per_second"):
+        CostModel(machine()).prefill_threshold(**layer)
+    with pytest.raises(MachineError, match="no link"):
+        CostModel(machine(device="cpu", host_flops_per_second=5.0)).prefill_threshold(**layer)

@@ -75,6 +75,7 @@ def test_a_wrong_name_is_refused_with_its_reason(name: str, said: str) -> None:
         ({"host_read_bytes_per_second": None}, "host_read_bytes_per_second is null"),
         ({"launch_seconds": -1}, "wanted 0 or more"),
         ({"launch_seconds": "fast"}, "wanted a finite number"),
+        ({"host_flops_per_second": 0}, "wanted more than 0"),
         ({"gpu_memory_bytes": None}, "device is cuda but gpu_memory_bytes is null"),
     ],
 )
@@ -83,6 +84,13 @@ def test_a_wrong_value_is_refused_by_name(change: dict[str, Any], said: str, tmp
     (tmp_path / "m.json").write_text(json.dumps(value))
     with pytest.raises(MachineError, match=said):
         Machine.open(tmp_path / "m.json")
+
+
+def test_a_file_from_before_host_flops_were_measured_is_read(tmp_path: Path) -> None:
+    value = machine_to_json(Machine.open("l4"))
+    assert value.pop("host_flops_per_second") is None
+    (tmp_path / "m.json").write_text(json.dumps(value))
+    assert Machine.open(tmp_path / "m.json") == Machine.open("l4")
 
 
 def test_a_missing_key_and_a_file_that_is_no_json_are_refused(tmp_path: Path) -> None:

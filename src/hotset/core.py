@@ -494,6 +494,9 @@ class Machine:
     """Fixed cost of starting one expert's computation."""
     host_memory_bytes: int
     gpu_memory_bytes: int | None
+    host_flops_per_second: float | None = None
+    """Of the compiled kernels on bfloat16 experts at 32 rows each, a multiply-add being two: long chunks are bound by
+    arithmetic. None where nobody measured it."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Spread of the measurements, kernel crossovers, sources of preset figures; JSON-able."""
 

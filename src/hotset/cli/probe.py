@@ -44,11 +44,12 @@ def register(app: typer.Typer) -> None:
         for key, spread in machine.details["measured"].items():
             if "median" in spread:
                 per_second = key.endswith("_per_second")
-                cells = [
-                    f"{format_bytes(spread[s])}/s" if per_second else format_seconds(spread[s])
-                    for s in ("median", "min", "max")
-                ]
-                shown.add_row(key.removesuffix("_bytes_per_second").removesuffix("_seconds").replace("_", " "), *cells)
+                values = [spread[s] for s in ("median", "min", "max")]
+                cells = [f"{format_bytes(v)}/s" if per_second else format_seconds(v) for v in values]
+                if key == "host_flops_per_second":
+                    cells = [f"{v / 1e9:,.0f} GFLOP/s" for v in values]
+                what = key.removesuffix("_bytes_per_second").removesuffix("_seconds").replace("_", " ")
+                shown.add_row("host arithmetic" if "flops" in key else what, *cells)
         console().print(shown)
         print(describe().line())
         if machine.device == "cpu":

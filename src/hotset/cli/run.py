@@ -6,6 +6,7 @@ import contextlib
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import typer
 
@@ -41,6 +42,11 @@ def register(app: typer.Typer) -> None:
         skip_gpu_expert_cpu_copy: str = typer.Option(
             "auto", help="Whether experts in the arena do without a host copy: auto, on or off."
         ),
+        gpu_prefill_token_threshold: str = typer.Option(
+            "auto",
+            help="Prompts of so many tokens stream missing experts to the GPU: a number, auto (by --machine) or off.",
+        ),
+        machine: str = typer.Option(None, help="Machine file of `hotset probe`, or a preset; for auto above."),
         record: Path = typer.Option(None, help="Folder to record the routing of this run into, as a trace."),
         prometheus: Path = typer.Option(None, help="File for the final counters in Prometheus' text format."),
         as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
@@ -48,6 +54,7 @@ def register(app: typer.Typer) -> None:
         """Run a model by a plan: text on stdout as it is decoded, a summary on stderr."""
         if max_bytes_per_token is not None and not adapt:
             raise typer.BadParameter("--max-bytes-per-token needs --adapt")
+        threshold = _threshold(gpu_prefill_token_threshold)
         quiet_transformers()
         import hotset
         from hotset.models.checkpoint import resolve_model_folder
@@ -74,6 +81,8 @@ def register(app: typer.Typer) -> None:
                 expert_format=expert_format,
                 kernels=kernels,
                 shed=keep_mass,
+                gpu_prefill_token_threshold=threshold,
+                machine=machine,
                 progress=progress,
             )
         answers = []
@@ -105,6 +114,14 @@ def register(app: typer.Typer) -> None:
             print_json({"answers": [asdict(answer) for answer in answers], "report": loaded.hotset_report()})
         else:
             print_run(stderr_console(), loaded.hotset_report())
+
+
+def _threshold(text: str) -> int | Literal["auto"] | None:
+    if text in ("auto", "off"):
+        return "auto" if text == "auto" else None
+    if not text.isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"--gpu-prefill-token-threshold is {text!r}: wanted a number from 1, auto or off")
+    return int(text)
 
 
 def _write(text: str) -> None:

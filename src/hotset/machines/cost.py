@@ -155,6 +155,66 @@ class CostModel:
         hidden = non_expert + gpu + cpu + round_trip if m.device == "cuda" else np.zeros_like(gpu)
         return Parts(non_expert, gpu, cpu, round_trip, link, np.maximum(0.0, link - hidden))
 
+    def prefill_seconds(
+        self,
+        tokens: ArrayLike,
+        *,
+        expert_bytes: float,
+        expert_flops: float,
+        num_experts: int,
+        top_k: int,
+        missing: float,
+    ) -> tuple[Seconds, Seconds]:
+        """(computed on the host, streamed to the GPU): one layer's missing experts for a chunk of that many tokens.
+
+        missing: experts of the layer that are not resident. expert_flops: of one token through one expert. Every
+        expert is taken to be picked equally often. docs/cost-model.md has the formula. Raises MachineError where the
+        machine has no link or no host_flops_per_second.
+        """
+        m = self.machine
+        if m.device != "cuda" or m.host_flops_per_second is None:
+            raise MachineError(
+                f"machine {m.name!r} has no {'link' if m.device != 'cuda' else 'host_flops_per_second'}: "
+                "measure it with `hotset probe`"
+            )
+        count = np.asarray(tokens, np.float64)
+        picked = missing * (1.0 - (1.0 - min(top_k / num_experts, 1.0)) ** count)
+        rows = count * top_k * missing / num_experts
+        reading = picked * expert_bytes / m.host_read_bytes_per_second
+        host = np.maximum(reading, rows * expert_flops / m.host_flops_per_second) + m.round_trip_seconds
+        # through page-locked staging, which the host reads and writes while the expert before is on the link
+        copy = expert_bytes / min(self.move_bytes_per_second, m.host_read_bytes_per_second / 2)
+        gpu = float(self.hit_seconds(expert_bytes))
+        streamed = picked * max(copy, gpu) + min(copy, gpu)
+        return host, streamed
+
+    def prefill_threshold(
+        self,
+        *,
+        expert_bytes: float,
+        expert_flops: float,
+        num_experts: int,
+        top_k: int,
+        missing: float,
+        most: int = 65_536,
+    ) -> int | None:
+        """Least number of tokens from which on, up to `most`, streaming is predicted to be faster; None = never.
+
+        Arguments and errors as for `prefill_seconds`.
+        """
+        tokens = np.arange(1, most + 1)
+        host, streamed = self.prefill_seconds(
+            tokens,
+            expert_bytes=expert_bytes,
+            expert_flops=expert_flops,
+            num_experts=num_experts,
+            top_k=top_k,
+            missing=missing,
+        )
+        slower = np.flatnonzero(streamed >= host)
+        least = 1 if len(slower) == 0 else int(tokens[slower[-1]]) + 1
+        return least if least <= most and missing > 0 else None
+
     @property
     def _non_expert_seconds_per_step(self) -> float:
         if self.non_expert_seconds is not None:

@@ -1,4 +1,5 @@
-"""The machine file: JSON, one key per field of `Machine`, no key more, no key less. Presets are opened by name."""
+"""The machine file: JSON, one key per field of `Machine`, no key more; none less but for those of `_ADDED`, which older
+files do not have. Presets are opened by name."""
 
 from __future__ import annotations
 
@@ -23,8 +24,11 @@ _POSITIVE_OR_NONE = (
     "device_to_host_bytes_per_second",
     "disk_read_bytes_per_second",
     "gpu_memory_bytes",
+    "host_flops_per_second",
 )
 _NOT_NEGATIVE = ("round_trip_seconds", "launch_seconds")
+_ADDED = {"host_flops_per_second": None}
+"""Fields that came later, and what their absence means."""
 _WHOLE = ("host_threads", "host_memory_bytes", "gpu_memory_bytes")
 
 
@@ -68,6 +72,7 @@ def machine_from_json(value: Any, where: str) -> Machine:
         raise MachineError(f"{where}: machine version {value.get('version')}, this hotset reads {VERSION}")
     names = [f.name for f in fields(Machine)]
     body = {key: entry for key, entry in value.items() if key not in ("format", "version")}
+    body = {**_ADDED, **body}
     unknown, missing = sorted(set(body) - set(names)), [n for n in names if n not in body]
     if unknown or missing:
         wrong = [f"unknown {', '.join(unknown)}"] * bool(unknown) + [f"missing {', '.join(missing)}"] * bool(missing)

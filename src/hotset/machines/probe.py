@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 from hotset.core import Machine
 from hotset.errors import MachineError
@@ -31,6 +32,10 @@ DEFAULT_EXPERT_BYTES = 3 * 2048 * 768 * 2
 STREAMS = 8
 """Streams that each thread reads side by side, as an expert kernel does with its rows."""
 
+_PREFILL_TOKENS = 512
+_PREFILL_EXPERTS = 16
+"""One pick each: 32 rows per expert, as 512 tokens give the 128 experts of Qwen3-30B-A3B by top-8."""
+_PREFILL_SHAPE = (2048, 768)
 _BUFFER_BYTES_PER_THREAD = 192 * 2**20
 _FILE_BYTES = 256 * 2**20
 _PAGE = 4096
@@ -87,6 +92,8 @@ def probe(
     say("disk reads")
     disk_rates, method = _disk_read(Path(folder or "."), expert_bytes, repeats)
     disk = _rate(measured, "disk_read_bytes_per_second", disk_rates, f"{expert_bytes} bytes at a time, {method}")
+    say("host kernels")
+    flops = _host_flops(measured, repeats)
     torch = _torch()
     cuda = torch is not None and torch.cuda.is_available()
     gpu = to_device = to_host = None
@@ -120,6 +127,7 @@ def probe(
         launch_seconds=launch,
         host_memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         gpu_memory_bytes=gpu_memory,
+        host_flops_per_second=flops,
         details={
             "processor": _processor(),
             "gpu": torch.cuda.get_device_name() if cuda and torch is not None else None,
@@ -161,6 +169,36 @@ def _host_read(threads: int, repeats: int) -> list[float]:
         worker.join()
     seconds = spans[:, :, 1].max(axis=0) - spans[:, :, 0].min(axis=0)
     return [threads * STREAMS * words * 8 / float(s) for s in seconds]
+
+
+def _host_flops(measured: dict[str, Any], repeats: int) -> float | None:
+    """FLOP/s of the compiled kernels at prefill, or None where there are none: torch's rate is another machine's."""
+    from hotset.kernels import ExpertWeights, LayerSpec, backend, expert_layer
+
+    key = "host_flops_per_second"
+    if backend().name != "compiled":
+        measured[key] = {"how": f"not measured: {backend().reason}"}
+        return None
+    hidden, inner = _PREFILL_SHAPE
+    layer = expert_layer(LayerSpec("bf16", num_experts=_PREFILL_EXPERTS, hidden=hidden, intermediate=inner), layer=0)
+    rng = np.random.default_rng(2)
+
+    def bf16(*shape: int) -> NDArray[np.uint16]:
+        return (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+    weights = ExpertWeights(bf16(2 * inner, hidden), bf16(hidden, inner))
+    for expert in range(_PREFILL_EXPERTS):
+        layer.put(expert, weights)
+    tokens = bf16(_PREFILL_TOKENS, hidden)
+    ids = (np.arange(_PREFILL_TOKENS, dtype=np.int64) % _PREFILL_EXPERTS)[:, None]
+    mass = np.ones(ids.shape, np.float32)
+    flops, rates = 2 * 3 * hidden * inner * _PREFILL_TOKENS, []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        layer.moe(tokens, ids, mass)
+        rates.append(flops / (time.perf_counter() - begin))
+    rows = _PREFILL_TOKENS // _PREFILL_EXPERTS
+    return _rate(measured, key, rates[1:], f"compiled kernels, bfloat16, {rows} rows per expert")
 
 
 def _disk_read(folder: Path, expert_bytes: int, repeats: int) -> tuple[list[float], str]:

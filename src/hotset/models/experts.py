@@ -97,6 +97,17 @@ def _layer_number(name: str) -> tuple[int, str]:
     return int(name[start:end]), f"{name[:start]}*{name[end:]}"
 
 
+def experts_per_token(config: Any) -> int | None:
+    """The top-k that a Transformers configuration names, or None where it has no such name."""
+    text = config.get_text_config()
+    for name in ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "top_k"):
+        found = getattr(text, name, None)
+        found = found[0] if isinstance(found, list | tuple) and found else found
+        if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+            return found
+    return None
+
+
 def model_class_of(config: Any) -> Any:
     """The Transformers class that a checkpoint's config names, else that of its causal language model.
 

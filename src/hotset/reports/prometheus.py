@@ -35,13 +35,25 @@ def _metrics(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[_S
     tiers = {name: count for name, count in report["experts"].items() if name != "total"}
     yield "experts", "gauge", "Experts in each tier.", [({"tier": t}, n) for t, n in tiers.items()]
     sizes: list[_Sample] = [({"kind": kind}, size) for kind, size in report["bytes"].items()]
-    yield "memory_bytes", "gauge", "Bytes of the arena, of host copies of experts and of the rest.", sizes
+    yield "memory_bytes", "gauge", "Bytes of the arena, of host copies of experts, of buffers and of the rest.", sizes
     yield "peak_host_bytes", "gauge", "Most memory the process ever had.", [({}, report["peak_host_bytes"])]
     yield "tokens_total", "counter", "Tokens through the model.", by_phase("tokens")
     yield "forward_seconds_total", "counter", "Seconds in forward passes, moves included.", by_phase("seconds")
     yield "picks_total", "counter", "Picks of experts.", by_phase("picks")
     yield "pick_hits_total", "counter", "Picks whose expert was in the arena.", by_phase("hits")
     yield "dropped_mass", "gauge", "Share of gate mass dropped; 0 in exact mode.", [({}, report["dropped_mass"])]
+    prefill = report["gpu_prefill"]
+    if prefill["token_threshold"] is not None:
+        yield "prefill_chunks_total", "counter", "Forward passes long enough to stream.", [({}, prefill["chunks"])]
+        streamed: list[_Sample] = [({}, prefill["experts_streamed"])]
+        yield "prefill_streamed_experts_total", "counter", "Experts copied to the device for one chunk.", streamed
+        yield "prefill_streamed_bytes_total", "counter", "Bytes of those experts.", [({}, prefill["bytes"])]
+        yield (
+            "prefill_streaming_seconds_total",
+            "counter",
+            "Host seconds in streamed layers.",
+            [({}, prefill["seconds"])],
+        )
     moves = report["moves"]
     if moves is not None:
         outcomes = ("promotions", "demotions", "failed", "deferred")

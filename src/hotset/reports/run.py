@@ -42,6 +42,18 @@ def print_run(console: Console, report: Mapping[str, Any]) -> None:
                     f"token-resident rate {format_share(part['token_resident_rate'])}",
                 )
             )
+    prefill = report["gpu_prefill"]
+    if prefill["chunks"]:
+        lines.append(
+            (
+                "prefill streaming",
+                f"{prefill['experts_streamed']:,} experts ({format_bytes(prefill['bytes'])}) to the device in "
+                f"{prefill['chunks']:,} chunks of {prefill['token_threshold']:,} tokens or more ({prefill['reason']}), "
+                f"{prefill['seconds']:.2f} s, buffers {format_bytes(sizes['prefill_buffers'])}",
+            )
+        )
+    elif prefill["token_threshold"] is not None:
+        lines.append(("prefill streaming", f"from {prefill['token_threshold']:,} tokens on ({prefill['reason']})"))
     if report["keep_mass"] is not None:
         dropped = format_share(report["dropped_mass"])
         lines.append(("shed", f"{dropped} of the gate mass dropped, at least {report['keep_mass']:g} kept per token"))
@@ -66,4 +78,4 @@ def print_run(console: Console, report: Mapping[str, Any]) -> None:
         )
     console.print()
     for name, text in lines:
-        console.print(f"{name + ':':18}{text}", soft_wrap=True)
+        console.print(f"{name + ':':19}{text}", soft_wrap=True)

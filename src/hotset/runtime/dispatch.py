@@ -63,6 +63,8 @@ class LayerDispatch:
         """[T, H], [T, K], [T, K] -> [T, H], on hidden_states' device."""
         ids = top_k_index.cpu()  # exact mode needs them on the host: the misses are computed there
         self.runtime.count(self.row, ids.numpy(), top_k_weights)
+        if self.runtime.prefill.wants(len(ids)) and not (hidden_states.requires_grad and torch.is_grad_enabled()):
+            return self._streamed(hidden_states.contiguous(), ids, top_k_weights)
         if hidden_states.device.type != "cpu":
             return self._on_two_devices(hidden_states, ids, top_k_weights)
         if self.format.computes_together:
@@ -82,7 +84,7 @@ class LayerDispatch:
             weights = {expert: tensors for expert, (tensors, _) in ready.items()}
             if few or not waiting:
                 store.announce(row, list(ready))
-                ahead = _Ahead(store, row, waiting)
+                ahead = Ahead(store, row, waiting)
                 if not waiting:
                     return self.format.moe(hidden, ids, gate, weights)
                 not_yet = torch.isin(ids, torch.tensor(waiting))
@@ -108,7 +110,7 @@ class LayerDispatch:
         """The sum of `_together` for many tokens, holding one expert at a time: ids [T, K] ascending in each row."""
         store, row = self.runtime.store, self.row
         total = torch.zeros(hidden.shape)
-        ahead = _Ahead(store, row, experts)
+        ahead = Ahead(store, row, experts)
         for expert in experts:
             ahead.step()
             tokens, positions = (ids == expert).nonzero(as_tuple=True)
@@ -128,7 +130,7 @@ class LayerDispatch:
         if len(hidden) == 1:  # decoding one sequence: nothing to gather, and half of the time would go into doing so
             num_experts = self.runtime.num_experts
             picks = sorted((expert, at) for at, expert in enumerate(ids[0].tolist()) if 0 <= expert < num_experts)
-            ahead = _Ahead(store, row, [expert for expert, _ in picks])
+            ahead = Ahead(store, row, [expert for expert, _ in picks])
             parts = {}
             # what is in memory is computed while the rest is read; the order of the sum below stays
             for expert, at in sorted(picks, key=lambda pick: store.must_wait(row, pick[0])):
@@ -143,7 +145,7 @@ class LayerDispatch:
                 out += parts[expert]
             return out
         picks_of = list(picks_by_expert(ids, self.runtime.num_experts))
-        ahead = _Ahead(store, row, [expert for expert, _, _ in picks_of])
+        ahead = Ahead(store, row, [expert for expert, _, _ in picks_of])
         for expert, positions, tokens in picks_of:
             ahead.step()
             weights, tier = store.acquire(row, expert)
@@ -153,6 +155,38 @@ class LayerDispatch:
                 store.release(row, expert, tier)
             out.index_add_(0, tokens, part.to(out.dtype))
         return out
+
+    def _streamed(self, hidden: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """A long chunk: what it misses comes to the device, expert by expert, and all is computed there.
+
+        The sum, its order and its rounding are those of `_on_two_devices` (on the CPU those of `_together` and
+        `_on_one_device`), so whether an expert was resident or streamed changes no bit.
+        """
+        device, fmt, module = hidden.device, self.format, self.module
+        on_host = device.type == "cpu"
+        picks = list(picks_by_expert(ids, self.runtime.num_experts))
+        wide = torch.float32 if fmt.computes_together else hidden.dtype
+        out = torch.zeros(hidden.shape, dtype=wide, device=device)
+        if not picks:
+            return out.to(hidden.dtype)
+        # one upload for the layer: small ones between the kernels would make the host wait for each of them
+        where = torch.stack([torch.cat([tokens for _, _, tokens in picks]), torch.cat([at for _, at, _ in picks])])
+        per_pick = torch.split(where.to(device), [len(tokens) for _, _, tokens in picks], dim=1)
+        places = {expert: at.unbind(0) for (expert, _, _), at in zip(picks, per_pick, strict=True)}
+
+        def compute(expert: int, weights: ExpertTensors) -> None:
+            tokens, positions = places[expert]
+            if on_host and fmt.computes_together:
+                part = out[tokens]
+                mine, mass = torch.full((len(tokens), 1), expert), gate[tokens, positions][:, None]
+                fmt.moe(hidden[tokens], mine, mass, {expert: weights}, add_to=part)
+                out[tokens] = part
+                return
+            rows = (fmt.expert_rows if on_host else fmt.device_rows)(module, hidden[tokens], weights)
+            out.index_add_(0, tokens, (rows * gate[tokens, positions, None]).to(wide))
+
+        self.runtime.prefill.run(self.row, [expert for expert, _, _ in picks], compute)
+        return out.to(hidden.dtype)
 
     def _on_two_devices(self, hidden: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Resident experts on the device while the host works on the misses; their rows come back in one copy.
@@ -179,7 +213,7 @@ class LayerDispatch:
                 misses.append((expert, tokens))
         if misses:
             on_host, host_module = hidden.cpu(), self.runtime.host_module(row)
-            ahead = _Ahead(store, row, [expert for expert, _ in misses])
+            ahead = Ahead(store, row, [expert for expert, _ in misses])
             computed, misses = self._misses_together(on_host, misses)
             for expert, tokens in misses:
                 ahead.step()
@@ -229,7 +263,7 @@ class LayerDispatch:
         return done, [(expert, tokens) for expert, tokens in misses if expert not in on_host]
 
 
-class _Ahead:
+class Ahead:
     """Announces experts a few steps before they are computed, so that reads run beside compute and stay few."""
 
     def __init__(self, store: ExpertStore, row: int, experts: list[int]) -> None:

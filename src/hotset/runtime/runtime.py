@@ -18,10 +18,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
-from hotset.core import Plan
+from hotset.core import Machine, Plan
 from hotset.errors import BudgetError, ModelError, PlanError, PolicyError, UnsupportedModelError
 from hotset.models.checkpoint import resolve_model_folder
-from hotset.models.experts import ExpertLayer
+from hotset.models.experts import ExpertLayer, experts_per_token
 from hotset.ops import ShedPolicy
 from hotset.runtime.adapting import Adaptation, Adapter
 from hotset.runtime.copy_policy import CopyPolicy, SkipRequest, resolve_copy_policy
@@ -37,6 +37,7 @@ from hotset.runtime.expert_formats.contract import ExpertFormat, ExpertSource, E
 from hotset.runtime.host_cache import DEFAULT_POLICY, HostCache
 from hotset.runtime.loading import ExpertReader, load_skeleton
 from hotset.runtime.memory import buffer_bytes, peak_bytes, resident_bytes
+from hotset.runtime.prefill import PrefillStreamer, Threshold, ThresholdRequest, buffer_size, resolve_threshold
 from hotset.runtime.quantising import QuantisedExperts, quantised_file
 from hotset.runtime.recording import Forward, ServingRecorder
 from hotset.runtime.shedding import SheddingDispatch, enable_shedding
@@ -67,6 +68,8 @@ def load(
     expert_format: FormatRequest = "auto",
     kernels: KernelRequest = "auto",
     shed: ShedPolicy | float | None = None,
+    gpu_prefill_token_threshold: ThresholdRequest = "auto",
+    machine: Machine | str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
     """A Transformers model that `generate` works on, with each expert in exactly one tier.
@@ -83,11 +86,14 @@ def load(
     kernels: what computes experts on the host. "auto": the compiled kernels for bfloat16, float16 and quantised
     experts, torch for float32, whose bits are then those of Transformers' eager loops; "compiled" or "torch" forces
     one. shed: skip experts that are not on the GPU where the others keep this share of a token's gate mass, a policy or
-    a keep_mass; default never. progress: called with (experts read, experts to read).
+    a keep_mass; default never. gpu_prefill_token_threshold: forward passes of at least so many tokens stream the
+    experts that they miss onto the device, instead of computing them on the host; None = never; "auto" = from where on
+    the cost model of `machine` says it is faster, never without a machine or without a GPU. machine: what `hotset
+    probe` measured here, or a preset. progress: called with (experts read, experts to read).
 
     The model gets `model.hotset` (the Runtime) and `model.hotset_report()`.
     Raises ModelError, CheckpointError, UnsupportedModelError, PlanError (plan of another model), PolicyError,
-    BudgetError (the host memory holds too little to run at all).
+    MachineError, BudgetError (the host memory holds too little to run at all).
     """
     folder = resolve_model_folder(model)
     target = _resolve_device(device)
@@ -102,7 +108,17 @@ def load(
     specs = skeleton.reader.quantised_specs() if expert_format == "auto" else quantise_to
     choice = choose_formats(skeleton.layers, specs, kernels=kernels, training=training)
     budget = None if host_memory_bytes is None else parse_bytes(host_memory_bytes)
-    cache_bytes = _cache_bytes(choice.formats, mask, target, copies, budget)
+    threshold = resolve_threshold(
+        gpu_prefill_token_threshold,
+        device=target,
+        machine=Machine.open(machine) if isinstance(machine, str | Path) else machine,
+        formats=choice.formats,
+        top_k=experts_per_token(skeleton.model.config),
+        missing_per_layer=float((~mask).sum(axis=1).mean()),
+    )
+    # on CUDA the staging in front of the buffers is as large as they are
+    streaming = 0 if threshold.tokens is None else 2 * buffer_size(choice.formats, target)
+    cache_bytes = _cache_bytes(choice.formats, mask, target, copies, budget, streaming)
     if cache_bytes is not None:
         choice = choose_formats(skeleton.layers, specs, kernels=kernels, training=training, from_disk=True)
     formats = choice.formats
@@ -123,7 +139,7 @@ def load(
     store = ExpertStore(
         skeleton.layers, mask, target, read, formats=formats, copies=copies, restore=restore, cache=cache
     )
-    runtime = Runtime(skeleton.model, store, skeleton.non_expert_bytes, choice, settings, budget)
+    runtime = Runtime(skeleton.model, store, skeleton.non_expert_bytes, choice, settings, budget, threshold)
     runtime.model_fingerprint = skeleton.reader.fingerprint
     store.load(progress)
     register()
@@ -136,15 +152,23 @@ def load(
         copies.warning or copies.reason,
     )
     logger.info("experts on the host: %s (%s)", choice.name, choice.reason)
+    logger.info("gpu_prefill_token_threshold: %s (%s)", threshold.tokens or "never", threshold.reason)
     if shed is not None:
         enable_shedding(skeleton.model, shed if isinstance(shed, ShedPolicy) else ShedPolicy(keep_mass=shed))
     return skeleton.model
 
 
 def _cache_bytes(
-    formats: list[ExpertFormat], mask: NDArray[np.bool_], device: torch.device, copies: CopyPolicy, budget: int | None
+    formats: list[ExpertFormat],
+    mask: NDArray[np.bool_],
+    device: torch.device,
+    copies: CopyPolicy,
+    budget: int | None,
+    streaming: int,
 ) -> int | None:
     """What a host memory budget leaves for the host cache. None where no budget is given or everything fits.
+
+    streaming: bytes of host memory that prefill streaming takes.
 
     Raises BudgetError where too little is left to run.
     """
@@ -156,12 +180,13 @@ def _cache_bytes(
     arena = int((mask.sum(axis=1) * sizes).sum()) if device.type == "cpu" else 0
     importlib.import_module("hotset.policies.demand")  # its compiler takes memory of its own
     taken = resident_bytes()
-    left = budget - taken - arena - RESERVE_BYTES
+    left = budget - taken - arena - streaming - RESERVE_BYTES
     if left >= needed:
         return None
     account = (
         f"host memory {format_bytes(budget)}: the process and the model without experts take {format_bytes(taken)}, "
-        f"the arena {format_bytes(arena)}, {format_bytes(RESERVE_BYTES)} are kept for activations and KV cache"
+        f"the arena {format_bytes(arena)}, prefill streaming {format_bytes(streaming)}, "
+        f"{format_bytes(RESERVE_BYTES)} are kept for activations and KV cache"
     )
     if not copies.skip:
         raise BudgetError(
@@ -191,6 +216,7 @@ class Runtime:
         choice: FormatChoice,
         adaptation: Adaptation | None = None,
         host_memory_bytes: int | None = None,
+        threshold: Threshold | None = None,
     ) -> None:
         self.model = model
         self.store = store
@@ -202,6 +228,7 @@ class Runtime:
         self.host_memory_bytes = host_memory_bytes
         self.model_fingerprint: str | None = None
         self.adapter = None if adaptation is None else Adapter(store, adaptation)
+        self.prefill = PrefillStreamer(store, threshold or Threshold(None, "switched off"))
         self.statistics: dict[Phase, PhaseStatistics] = {"prefill": PhaseStatistics(), "decode": PhaseStatistics()}
         self._counting = threading.Lock()
         self._running = threading.local()
@@ -306,7 +333,10 @@ class Runtime:
                 "arena": store.arena_bytes,
                 "host_experts": store.host_bytes,
                 "non_expert": self.non_expert_bytes,
+                "prefill_buffers": self.prefill.buffer_bytes,
+                "prefill_staging": self.prefill.staging_bytes,
             },
+            "gpu_prefill": self.prefill.report(),
             "skip_gpu_expert_cpu_copy": {
                 "requested": store.copies.requested,
                 "skip": store.copies.skip,
