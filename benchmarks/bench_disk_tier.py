@@ -1,33 +1,43 @@
-"""Decoding a model larger than its host memory: hotset's disk tier beside Accelerate's disk offload.
+"""Decoding a model larger than its memory: hotset's disk tier, Accelerate's disk offload and llama.cpp's mapped file.
 
-Both run the same random Qwen3-MoE checkpoint on the CPU, on the same prompts, each in processes of its own, in turn;
-their decoded tokens must be the same. hotset's private memory is limited by the kernel (RLIMIT_DATA) to the budget and
-thread stacks, far below the model's size; the peak is the kernel's account of resident memory (VmHWM), libraries and
-all. Accelerate keeps as many layers in memory as the budget allows and gets the rest from disk.
+All run the same random Qwen3-MoE in bfloat16 on the CPU, on the same prompts, greedily, each in a process of its own,
+in turn. Every process gets a fresh memory cgroup (version 1 or 2) with one and the same limit, from before its first
+import to its end: the kernel counts the process's memory and the page cache that it fills, and evicts pages when the
+limit is reached. So nobody runs from a page cache that a small machine would not have. The limit is hotset's budget
+(--budget, given to it as host_memory_bytes and to Accelerate as the layers that it may keep) and 64 MiB for page tables
+and pages on their way from disk. Before each process the files' pages are dropped, since pages that others have read
+would be free to it. A process killed for memory ends the benchmark with an error.
 
-A limit on a process does not limit the kernel's page cache, which on a large machine holds the whole checkpoint, and
-Accelerate on a CPU maps its files: there it runs from memory, whatever it was told to keep on disk. So there are two
-measurements: with the files' pages dropped after every token (posix_fadvise; the clock stands still meanwhile), which
-stands for a machine that has no memory beyond the budget and is what the first JSON keys say, and with the page cache
-left alone. The rates of plain parallel reads of whole experts are printed as the ceiling. llama.cpp is null where
-llama-cpp-python is not installed.
+hotset and Accelerate must decode the same tokens. llama.cpp rounds elsewhere (float32 between operations), and with
+random weights a rounding can change a routing or a token: asked of it is that its logits after each prompt point the
+way of hotset's (cosine of 0.98 or more). How many of its first tokens are the same is printed.
+
+The second measurement has no cgroup, as on a machine with memory to spare: the page cache holds every file and
+Accelerate, which maps its files, runs from it; only hotset's own memory is limited then (RLIMIT_DATA). Where no cgroup
+can be made (it takes root) it is the only one, and output and JSON say so ("limit"). peak_bytes is hotset's own memory,
+libraries and all, by the kernel's account (VmHWM). llama.cpp is run by --llama-python, an interpreter that has
+llama-cpp-python and gguf, and is null where it has not.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from common import print_header, print_json_line
+from memory_cgroup import memory_cgroup, why_no_memory_cgroup
 
 # 10 layers x 96 experts x 3 MiB in bfloat16: 3.0 GB of experts
 FULL = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 10, "num_experts": 96}
@@ -35,63 +45,9 @@ QUICK = {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 
 TOP_K = 8
 FULL_BUDGET = 1_200_000_000
 QUICK_BUDGET = 850_000_000
-
-CHILD = """
-import json, os, resource, sys, time
-from pathlib import Path
-import torch
-import hotset.runtime.runtime, hotset.policies.demand
-import transformers.models.qwen3_moe.modeling_qwen3_moe
-from hotset.runtime.memory import peak_bytes, resident_bytes
-from transformers import AutoModelForCausalLM
-transformers.utils.logging.disable_progress_bar()
-transformers.logging.set_verbosity_error()
-job = json.loads(sys.argv[1])
-base = resident_bytes()
-if job["limit"]:
-    data = next(int(l.split()[1]) * 1024 for l in Path("/proc/self/status").read_text().splitlines() if "VmData" in l)
-    resource.setrlimit(resource.RLIMIT_DATA, (data + job["budget"] - base + 64 * 2**20,) * 2)
-if job["how"] == "hotset":
-    import hotset
-    model = hotset.load(job["folder"], device="cpu", host_memory_bytes=job["budget"],
-                        host_cache_policy=job["policy"])
-else:
-    room = job["budget"] - base - hotset.runtime.runtime.RESERVE_BYTES - job["outer_bytes"]
-    kept = max(0, room // job["layer_bytes"])  # the rest is mapped from files when its turn comes
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    places |= {f"model.layers.{n}": "cpu" if n < kept else "disk" for n in range(job["layers"])}
-    model = AutoModelForCausalLM.from_pretrained(
-        job["folder"], dtype="auto", experts_implementation="eager", device_map=places, offload_folder=job["offload"])
-loaded_peak = peak_bytes()
-Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-files = [os.open(path, os.O_RDONLY) for folder in job["forget"] for path in Path(folder).rglob("*") if path.is_file()]
-for descriptor in files:
-    os.fsync(descriptor)
-class Clock:
-    def __init__(self): self.seconds, self.puts = 0.0, 0
-    def put(self, value):
-        now = time.perf_counter()
-        if self.puts >= 2:  # put 0 is the prompt, put 1 ends the prefill
-            self.seconds += now - self.since
-        self.puts += 1
-        for descriptor in files:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        self.since = time.perf_counter()
-    def end(self): pass
-texts, seconds, count = [], 0.0, 0
-for prompt in job["prompts"]:
-    ids, clock = torch.tensor([prompt]), Clock()
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=job["tokens"],
-                         min_new_tokens=job["tokens"], do_sample=False, pad_token_id=0, streamer=clock)
-    texts.append(out[0].tolist())
-    seconds += clock.seconds
-    count += clock.puts - 2
-report = model.hotset_report() if job["how"] == "hotset" else None
-places = [] if report else [str(place) for place in model.hf_device_map.values()]
-where = {place: places.count(place) for place in set(places)}
-print(json.dumps({"texts": texts, "rate": count / seconds, "peak": max(loaded_peak, peak_bytes()),
-                  "decode_peak": peak_bytes(), "report": report, "device_map": where}))
-"""
+MARGIN = 64 * 2**20
+"""Bytes of a cgroup's limit above the budget: page tables and pages on their way from disk are not resident memory."""
+LEAST_COSINE = 0.98
 
 
 def make_checkpoint(folder: Path, shape: dict[str, int]) -> None:
@@ -189,32 +145,62 @@ def read_rate(folder: Path, expert_bytes: int, threads: int, total: int) -> floa
     return rate
 
 
-def child(how: str, folder: Path, offload: Path, options: argparse.Namespace, *, forget: bool) -> dict:
-    """One process: load, generate, report. forget: drop the files' pages after every token."""
-    drop_page_cache(folder)
-    drop_page_cache(offload)
+def read_ahead_bytes(folder: Path) -> int | None:
+    """What the kernel reads at once for a mapped file in this folder: it decides how mapped files fare."""
+    device = folder.stat().st_dev
+    known = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+    return int(known.read_text()) * 1024 if known.exists() else None
+
+
+def child(how: str, folder: Path, scratch: Path, options: argparse.Namespace, *, limited: bool) -> dict[str, Any]:
+    """One process: load, generate, report. limited: in a memory cgroup of its own."""
+    offload = scratch / "offload"
+    offload.mkdir(exist_ok=True)
+    for place in (folder, scratch):
+        drop_page_cache(place)
     job = {
         "how": how,
         "folder": str(folder),
         "offload": str(offload),
+        "gguf": str(scratch / "model.gguf"),
         "budget": options.budget,
         "policy": options.policy,
         "tokens": options.tokens,
-        "limit": how == "hotset",
-        "forget": [str(folder), str(offload)] if forget else [],
+        "threads": options.threads,
+        "limit_private": how == "hotset" and not limited,
         "outer_bytes": (folder / "outer.safetensors").stat().st_size,
         "layer_bytes": (folder / "layer-00.safetensors").stat().st_size,
         "layers": len(list(folder.glob("layer-*.safetensors"))),
         "prompts": [[(7 * i + 131 * p) % 4000 + 1 for i in range(16)] for p in range(options.prompts)],
+        "logits": options.prompts if how == "hotset" else 0,
     }
-    done = subprocess.run([sys.executable, "-c", CHILD, json.dumps(job)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{how}: exit {done.returncode}\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    here = Path(__file__).parent
+    command = [sys.executable, str(here / "disk_tier_child.py")]
+    if how == "llama.cpp":
+        command = [options.llama_python, str(here / "disk_tier_llama.py"), "run"]
+    with memory_cgroup("hotset-bench", options.budget + MARGIN) if limited else nullcontext() as group:
+        done = subprocess.run(
+            [*command, json.dumps(job)],
+            capture_output=True,
+            text=True,
+            check=False,
+            preexec_fn=group.enter if group else None,
+            env={**os.environ, "OMP_NUM_THREADS": str(options.threads)},
+        )
+        account = group.account() if group else {"oom_kills": 0, "limit_hits": 0}
+    if done.returncode or account["oom_kills"]:
+        sys.exit(f"{how}: exit {done.returncode}, cgroup {account}\n{done.stderr[-3000:]}")
+    return {**json.loads(done.stdout.splitlines()[-1]), **account}
+
+
+def has_llama(python: str) -> bool:
+    """Whether the interpreter can import what llama.cpp's side needs."""
+    found = subprocess.run([python, "-c", "import llama_cpp, gguf"], capture_output=True, check=False)
+    return found.returncode == 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small checkpoint, for a look at the script")
     parser.add_argument("--make", metavar="FOLDER", help="write the checkpoint there and stop")
     parser.add_argument("--checkpoint", type=Path, help="use the one that --make wrote")
@@ -222,92 +208,137 @@ def main() -> None:
     parser.add_argument("--policy", default="lfu-aged", help="of the host cache")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--tokens", type=int, help="new tokens per prompt")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--no-accelerate", action="store_true", help="measure hotset only")
+    parser.add_argument("--rounds", type=int, help="of each process")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of compute, for all")
+    parser.add_argument("--only", help="comma list of hotset, accelerate, llama.cpp; hotset is always run")
+    parser.add_argument("--llama-python", default=sys.executable, help="an interpreter with llama-cpp-python and gguf")
     options = parser.parse_args()
     shape = QUICK if options.quick else FULL
     options.budget = options.budget or (QUICK_BUDGET if options.quick else FULL_BUDGET)
     options.tokens = options.tokens or (6 if options.quick else 12)
+    options.rounds = options.rounds or (1 if options.quick else 3)
     if options.make:
         Path(options.make).mkdir(parents=True, exist_ok=True)
         make_checkpoint(Path(options.make), shape)
         return
-    with tempfile.TemporaryDirectory(prefix="hotset-bench-") as scratch:
-        folder, offload = options.checkpoint or Path(scratch) / "model", Path(scratch) / "offload"
-        offload.mkdir()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # cgroup and scratch files go all the same
+    with tempfile.TemporaryDirectory(prefix="hotset-bench-") as name:
+        scratch = Path(name)
+        folder = options.checkpoint or scratch / "model"
         if not options.checkpoint:
             arguments = [sys.executable, __file__, "--make", str(folder), *(["--quick"] if options.quick else [])]
             subprocess.run(arguments, check=True)
-        measure(shape, folder, offload, options)
+        measure(shape, folder, scratch, options)
 
 
-def measure(shape: dict[str, int], folder: Path, offload: Path, options: argparse.Namespace) -> None:
-    """Rounds of both, in turn; prints and ends with the JSON line."""
+def measure(shape: dict[str, int], folder: Path, scratch: Path, options: argparse.Namespace) -> None:
+    """Rounds of all, in turn; prints and ends with the JSON line."""
+    wanted = options.only.split(",") if options.only else ["accelerate", "llama.cpp"]
+    peers = [how for how in ("accelerate", "llama.cpp") if how in wanted]
+    if "llama.cpp" in peers and not has_llama(options.llama_python):
+        print(f"llama.cpp: {options.llama_python} cannot import llama_cpp and gguf: left out (--llama-python)")
+        peers.remove("llama.cpp")
+    if "llama.cpp" in peers:
+        script = str(Path(__file__).with_name("disk_tier_llama.py"))
+        subprocess.run([options.llama_python, script, "write", str(folder), str(scratch / "model.gguf")], check=True)
     expert_bytes = 3 * shape["hidden_size"] * shape["moe_intermediate_size"] * 2
     experts = shape["num_hidden_layers"] * shape["num_experts"]
+    why_not = why_no_memory_cgroup()
+    limit = f"memory cgroup, {(options.budget + MARGIN) / 1e6:.0f} MB for each process, page cache included"
+    if why_not is not None:
+        limit = f"none on the page cache ({why_not}); RLIMIT_DATA on hotset alone"
     print_header(
         "bench_disk_tier: decode with less host memory than the model",
+        limit=limit,
         budget_bytes=options.budget,
         expert_bytes_total=experts * expert_bytes,
         top_k=TOP_K,
         policy=options.policy,
+        threads=options.threads,
         tokens=options.tokens,
+        read_ahead_bytes=read_ahead_bytes(folder),
         **shape,
     )
     drop_page_cache(folder)
     cold = read_rate(folder, expert_bytes, 4, 600_000_000)
     warm = read_rate(folder, expert_bytes, 4, 600_000_000)
-    runs: dict[tuple[str, bool], list[dict]] = {}
+    runs: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for _ in range(options.rounds):
-        for forget in (True, False):
-            for how in ("hotset",) if options.no_accelerate else ("hotset", "accelerate"):
-                runs.setdefault((how, forget), []).append(child(how, folder, offload, options, forget=forget))
-    texts = [run["texts"] for several in runs.values() for run in several]
-    assert all(text == texts[0] for text in texts), "the two decode different tokens"
-    rates = {key: statistics.median(run["rate"] for run in several) for key, several in runs.items()}
-    peaks = {
-        how: max(run["peak"] for (who, _), several in runs.items() if who == how for run in several)
-        for how in {who for who, _ in runs}
-    }
-    disk = runs["hotset", True][-1]["report"]["disk"]
+        for limited in (False,) if why_not else (True, False):
+            for how in ("hotset", *peers):
+                runs.setdefault((how, limited), []).append(child(how, folder, scratch, options, limited=limited))
+    same = [run["texts"] for (how, _), several in runs.items() if how != "llama.cpp" for run in several]
+    assert all(texts == same[0] for texts in same), "hotset and Accelerate decode different tokens"
+    headline = why_not is None
+    disk = runs["hotset", headline][-1]["report"]["disk"]
     hit_rate = disk["hits"] / (disk["hits"] + disk["misses"])
+    peak = max(run["peak"] for (how, _), several in runs.items() if how == "hotset" for run in several)
     print(f"reading experts, 4 threads: {cold / 1e9:.2f} GB/s from disk, {warm / 1e9:.2f} GB/s from the page cache")
     print(
-        f"hotset: peak {peaks['hotset'] / 1e6:.0f} MB of {options.budget / 1e6:.0f} MB; host cache of "
-        f"{disk['buffers']} experts of {experts}, hit rate {hit_rate:.2f}"
+        f"hotset: peak {peak / 1e6:.0f} MB of {options.budget / 1e6:.0f} MB; host cache of {disk['buffers']} experts "
+        f"of {experts}, hit rate {hit_rate:.2f}"
     )
-    if not options.no_accelerate:
-        last = runs["accelerate", True][-1]
-        print(
-            f"accelerate: layers {last['device_map']}, peak {peaks['accelerate'] / 1e6:.0f} MB while loading, "
-            f"{last['decode_peak'] / 1e6:.0f} MB while decoding (mapped files included)"
-        )
-    for forget, name in ((True, "pages dropped after every token"), (False, "page cache of the whole machine")):
-        line = f"{name}: hotset {rates['hotset', forget]:.2f} tokens/s"
-        if not options.no_accelerate:
-            theirs = rates["accelerate", forget]
-            line += f", accelerate {theirs:.2f} tokens/s, ratio {rates['hotset', forget] / theirs:.1f}"
+    if "accelerate" in peers:
+        print(f"accelerate: layers {runs['accelerate', headline][-1]['device_map']}")
+    cosine = None
+    if "llama.cpp" in peers:
+        cosine = compare_logits(runs["hotset", headline][0], runs["llama.cpp", headline][0], options.tokens)
+    rates = {key: statistics.median(run["rate"] for run in several) for key, several in runs.items()}
+    names = {True: "memory cgroup", False: "page cache of the whole machine"}
+    for (how, limited), rate in sorted(rates.items(), key=lambda item: (not item[0][1], -item[1])):
+        line = f"{names[limited]}: {how:10} {rate:6.2f} tokens/s"
+        if how != "hotset":
+            line += f", hotset is {rates['hotset', limited] / rate:.1f} times that"
+        if limited:
+            last = runs[how, True][-1]
+            line += (
+                f" ({last['read_per_token'] / 1e6:.0f} MB read from disk per token; the limit was met "
+                f"{last['limit_hits']} times, by eviction, never by a kill)"
+            )
         print(line)
-    if importlib.util.find_spec("llama_cpp") is None:
-        print("llama.cpp: llama-cpp-python is not installed")
     print_json_line(
-        hotset_tokens_per_second=round(rates["hotset", True], 3),
-        accelerate_tokens_per_second=_rounded(rates.get(("accelerate", True))),
-        llama_cpp_tokens_per_second=None,
-        peak_bytes=peaks["hotset"],
+        hotset_tokens_per_second=_rounded(rates["hotset", headline]),
+        accelerate_tokens_per_second=_rounded(rates.get(("accelerate", headline))),
+        llama_cpp_tokens_per_second=_rounded(rates.get(("llama.cpp", headline))),
+        peak_bytes=peak,
         budget_bytes=options.budget,
-        hotset_tokens_per_second_with_page_cache=round(rates["hotset", False], 3),
+        limit=limit,
+        limit_bytes=options.budget + MARGIN if headline else None,
+        hotset_tokens_per_second_with_page_cache=_rounded(rates["hotset", False]),
         accelerate_tokens_per_second_with_page_cache=_rounded(rates.get(("accelerate", False))),
-        accelerate_peak_bytes=peaks.get("accelerate"),
+        llama_cpp_tokens_per_second_with_page_cache=_rounded(rates.get(("llama.cpp", False))),
         all_rates={
-            f"{how}{'' if forget else ' cached'}": [round(r["rate"], 3) for r in several]
-            for (how, forget), several in runs.items()
+            f"{how}{'' if limited else ' with page cache'}": [_rounded(run["rate"]) for run in several]
+            for (how, limited), several in runs.items()
         },
-        hit_rate=round(hit_rate, 3),
+        disk_bytes_read_per_token={
+            how: round(statistics.median(run["read_per_token"] for run in several))
+            for (how, limited), several in runs.items()
+            if limited is headline
+        },
+        read_ahead_bytes=read_ahead_bytes(folder),
+        llama_cpp_logits_cosine=_rounded(cosine),
+        hit_rate=_rounded(hit_rate),
         cold_read_bytes_per_second=round(cold),
         warm_read_bytes_per_second=round(warm),
         model_bytes=sum(p.stat().st_size for p in folder.glob("*.safetensors")),
     )
+
+
+def compare_logits(ours: dict[str, Any], theirs: dict[str, Any], tokens: int) -> float:
+    """The least cosine between the two's logits after a prompt; raises AssertionError below LEAST_COSINE."""
+    cosines = []
+    for a, b in zip(ours["logits"], theirs["logits"], strict=True):
+        cosines.append(sum(x * y for x, y in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b))
+    agreeing = [
+        next((n for n, (x, y) in enumerate(zip(a[-tokens:], b[-tokens:], strict=True)) if x != y), tokens)
+        for a, b in zip(ours["texts"], theirs["texts"], strict=True)
+    ]
+    print(
+        f"llama.cpp: cosine of logits after each prompt {min(cosines):.4f} or more; first tokens the same: {agreeing}"
+    )
+    assert min(cosines) >= LEAST_COSINE, f"llama.cpp computes something else: cosines {cosines}"
+    return min(cosines)
 
 
 def _rounded(value: float | None) -> float | None:
