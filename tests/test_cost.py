@@ -117,8 +117,8 @@ def test_planning_values_a_hit_and_a_resident_token_by_the_same_prices() -> None
 
 
 def test_the_prefill_threshold_is_where_arithmetic_on_the_host_takes_longer_than_the_link() -> None:
-    # 2 of 2 experts missing, top-1: T tokens give T rows and 2 (1 - 2^-T) distinct experts. 10 FLOP take a row 2 s on
-    # the host; a copy of 40 bytes takes 40 / min(link 5, staging 10 / 2) = 8 s, its computation 40 / 100 + 0.5 = 0.9 s
+    # 2 of 2 experts missing, top-1: T tokens give T rows and 2 (1 - 2^-T) distinct experts. A row of 10 FLOP takes 2 s
+    # on the host; a copy of 40 bytes 40 / min(link 5, staging 10 / 2) = 8 s; its computation 40 / 100 + 0.5 = 0.9 s
     model = CostModel(machine(host_flops_per_second=5.0))
     layer = {"expert_bytes": 40.0, "expert_flops": 10.0, "num_experts": 2, "top_k": 1, "missing": 2.0}
     host, streamed = model.prefill_seconds([1, 2, 7, 8], **layer)

@@ -22,7 +22,7 @@ from hotset.runtime.expert_formats.contract import ExpertTensors  # noqa: E402
 from hotset.runtime.prefill import PrefillStreamer, Threshold, expert_flops, resolve_threshold  # noqa: E402
 from hotset.runtime.store import ExpertStore  # noqa: E402
 from tests.test_cost import machine as round_machine  # noqa: E402
-from tests.tiny_models import make_checkpoint  # noqa: E402
+from tests.tiny_models import FAMILIES, make_checkpoint  # noqa: E402
 from tests.tiny_store import make_store  # noqa: E402
 
 PROMPT = torch.arange(3, 23)[None]
@@ -283,6 +283,24 @@ def test_text_after_a_streamed_prompt_is_that_without(folder: Path) -> None:
     assert text(gpu_prefill_token_threshold=8) == text() == text(gpu_prefill_token_threshold=8, adapt=True)
 
 
+def test_two_threads_with_prompts_of_their_own_get_their_own_logits(folder: Path) -> None:
+    plain, model = hotset.load(folder), hotset.load(folder, plan=HALF, gpu_prefill_token_threshold=8)
+    prompts = [PROMPT, PROMPT.flip(1) + 40]
+    wanted = [logits(plain, prompt) for prompt in prompts]
+    found: list[list[Any]] = [[], []]
+
+    def run(index: int) -> None:
+        for _ in range(5):
+            found[index].append(logits(model, prompts[index]))
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(len(of) == 5 and all(torch.equal(one, wanted[i]) for one in of) for i, of in enumerate(found))
+
+
 def test_gradients_around_the_experts_are_those_without_streaming(folder: Path) -> None:
     def gradient(**settings: Any) -> Any:
         model = hotset.load(folder, training=True, **settings)
@@ -347,11 +365,9 @@ def test_a_threshold_without_sense_is_refused(wrong: Any) -> None:
         resolve(wrong)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_top_k_of_each_family_is_found(family: str) -> None:
     from transformers import AutoConfig
 
-    from tests.tiny_models import FAMILIES
-
     model_type, settings = FAMILIES[family]
-    assert experts_per_token(AutoConfig.for_model(model_type, **settings)) == 2
+    assert experts_per_token(AutoConfig.for_model(model_type, num_hidden_layers=3, **settings)) == 2
