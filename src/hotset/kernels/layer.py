@@ -48,8 +48,8 @@ class ExpertLayer(abc.ABC):
     def put(self, expert: int, weights: ExpertWeights) -> None:
         """Checks and takes a copy of an expert, replacing one that was there.
 
-        Raises OpsError: shapes or types that the spec does not say, scales that are NaN or infinite, zero points above 15,
-        NaN among FP8 weights.
+        Raises OpsError: shapes or types that the spec does not say, scales that are NaN or infinite, zero points above
+        15, NaN among FP8 weights.
         """
 
     @abc.abstractmethod

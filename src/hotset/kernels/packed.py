@@ -50,8 +50,8 @@ class PackedKernel:
     def pack(self, weights: ExpertWeights, packed: NDArray[np.uint8]) -> None:
         """Packs an expert into `packed`, [spec.layout.expert_bytes] bytes of the caller's on a multiple of 64.
 
-        Raises OpsError: shapes or types that the spec does not say, scales that are NaN or infinite, zero points above 15,
-        NaN among FP8 weights.
+        Raises OpsError: shapes or types that the spec does not say, scales that are NaN or infinite, zero points above
+        15, NaN among FP8 weights.
         """
         self.check(packed)
         layout = self.spec.layout
@@ -161,7 +161,8 @@ class PackedKernel:
 def _by_group(packed: NDArray[np.uint8], matrix: MatrixLayout, at: int, dtype: Any) -> NDArray[Any]:
     """[panels, groups, 64] of `packed`: the scales or zero points that lie `at`."""
     count = len(matrix.source_row) * matrix.groups * np.dtype(dtype).itemsize
-    return packed[at : at + count].view(dtype).reshape(matrix.panels, matrix.groups, -1)
+    flat: NDArray[Any] = packed[at : at + count].view(dtype)
+    return flat.reshape(matrix.panels, matrix.groups, -1)
 
 
 def _rows_of(by_group: NDArray[Any], matrix: MatrixLayout) -> NDArray[Any]:
