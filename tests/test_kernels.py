@@ -28,7 +28,15 @@ from hotset.kernels import (
 )
 from hotset.kernels import threads as threads_module
 from hotset.kernels.call import Call
-from hotset.kernels.formats import as_array, as_buffer, float_to_fp8, float_to_numbers, fp8_to_float, numbers_to_float
+from hotset.kernels.formats import (
+    as_array,
+    as_buffer,
+    float_to_fp8,
+    float_to_numbers,
+    fp8_to_float,
+    numbers_to_float,
+    quantise_matrix,
+)
 from hotset.kernels.torch_layer import TorchLayer
 
 try:
@@ -636,6 +644,10 @@ class TestFormats:
             spec = spec_of(name, 1, 64, 32)
             errors.append(np.abs(dequantise(spec, quantise(spec, *values))[0] - values[0]).max())
         assert errors[1] <= 1 / 30 + 1e-6 < errors[0]  # half a step of 1/15, of 1/7
+
+    def test_a_matrix_alone_has_no_place_for_zero_points(self) -> None:
+        with pytest.raises(OpsError, match="a matrix alone is quantised without zero points"):
+            quantise_matrix(spec_of("int4_g32 with zeros", 1, 64, 32), np.ones((1, 64), np.float32))
 
     def test_mxfp4_codes_and_scales(self) -> None:
         spec = LayerSpec("mxfp4", 1, 2, 1, gated=False)

@@ -61,5 +61,6 @@ def test_the_crossover_is_measured_and_the_layer_left_as_it_was() -> None:
     assert set(times) == {1, 4}
     assert fewest in (None, 1, 4)
     assert layer.torch_from_tokens is None
+    assert filled_layer("int4_g32", hidden=64, intermediate=32, working_set_bytes=0, zero_points=True).spec.zero_points
     quantised = filled_layer("int8", hidden=64, intermediate=32, working_set_bytes=0, num_experts=8)
     assert measure_crossover(quantised) == (None, {})

@@ -161,8 +161,8 @@ class PackedKernel:
 def _by_group(packed: NDArray[np.uint8], matrix: MatrixLayout, at: int, dtype: Any) -> NDArray[Any]:
     """[panels, groups, 64] of `packed`: the scales or zero points that lie `at`."""
     count = len(matrix.source_row) * matrix.groups * np.dtype(dtype).itemsize
-    found: NDArray[Any] = packed[at : at + count].view(dtype).reshape(matrix.panels, matrix.groups, -1)
-    return found
+    flat: NDArray[Any] = packed[at : at + count].view(dtype)
+    return flat.reshape(matrix.panels, matrix.groups, -1)
 
 
 def _rows_of(by_group: NDArray[Any], matrix: MatrixLayout) -> NDArray[Any]:

@@ -42,7 +42,7 @@ INLINE f32x16 load_numbers(const uint8_t* from, int32_t number) {
         case kFloat16: return from_f16(load<u16x16>(from));
         case kBFloat16: return from_bf16(load<u16x16>(from));
         case kE8M0: {
-            u32x16 e = __builtin_convertvector(load<u8x16>(from), u32x16);
+            u32x16 e = widen(load<u8x16>(from));
             return (f32x16)((e << 23) | (0x00400000u & (u32x16)(e == 0)));  // 2^(e - 127), 2^-127 being subnormal
         }
         default: return splat(1.0f);
@@ -68,7 +68,7 @@ struct StepScale {
 
 // What `start` becomes where each row has an offset of its own.
 INLINE i32x16 times_zeros(int32_t start, const uint8_t* zeros) {
-    return __builtin_convertvector(load<u8x16>(zeros), i32x16) * start;
+    return (i32x16)widen(load<u8x16>(zeros)) * start;
 }
 
 #define PRAGMA(x) _Pragma(#x)

@@ -64,6 +64,14 @@ INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #endif
 }
 
+INLINE u32x16 widen(u8x16 x) {
+#if defined(HOTSET_AVX512)
+    return (u32x16)_mm512_cvtepu8_epi32((__m128i)x);
+#else  // in two steps: GCC takes a conversion to four times the width apart into single lanes
+    return __builtin_convertvector(__builtin_convertvector(x, u16x16), u32x16);
+#endif
+}
+
 // round to nearest even, for |x| < 2^22
 INLINE i32x16 round_to_int(f32x16 x) {
     return (i32x16)(x + 12582912.0f) - (int32_t)0x4b400000;  // 1.5 * 2^23
