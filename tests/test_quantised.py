@@ -322,6 +322,57 @@ class TestAwq(LayoutContract):
         return awq(weight)
 
 
+class TestPackQuantizedInt8(LayoutContract):
+    config: ClassVar = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "symmetric": True}}},
+    }
+    format = "int8"
+
+    def write(self, weight: Any) -> Written:
+        stored, floats = int8_channel(weight)
+        columns = (stored[".weight"].long() + 128).reshape(len(weight), -1, 4)
+        packed = sum(columns[..., i] << (8 * i) for i in range(4))
+        signed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+        shape = torch.tensor(weight.shape)
+        return {".weight_packed": signed, ".weight_scale": stored[".weight_scale"], ".weight_shape": shape}, floats
+
+
+class TestCompressedMxfp4(LayoutContract):
+    config: ClassVar = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    format = "mxfp4"
+    which = "experts"
+
+    def write(self, weight: Any) -> Written:
+        stored, floats = mxfp4(weight)
+        codes, exponents = stored[".weight"].view(torch.uint8), stored[".scale"].view(torch.uint8)
+        return {".weight_packed": codes, ".weight_scale": exponents}, floats
+
+
+class TestCompressedMxfp8(LayoutContract):
+    config: ClassVar = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}
+    format = "mxfp8"
+    which = "experts"
+
+    def write(self, weight: Any) -> Written:
+        stored, floats = mxfp8(weight)
+        return {".weight": stored[".weight"], ".weight_scale": stored[".weight_scale_inv"]}, floats
+
+
+class TestGptqV2(TestGptq):
+    """Zero points as they are, one of them 0, which the first version has no word for."""
+
+    config: ClassVar = {"quant_method": "gptq", "bits": 4, "sym": False, "checkpoint_format": "gptq_v2"}
+
+    def write(self, weight: Any) -> Written:
+        nibbles, scales, zero, _ = int4_groups(weight, 32, True)
+        zero[0, 0] = 0
+        floats = (nibbles.reshape(*zero.shape, 32) - zero[..., None]) * scales.float()[..., None]
+        stored = {**gptq(weight)[0], ".qweight": words(nibbles).T.contiguous(), ".scales": scales.T.contiguous()}
+        return {**stored, ".qzeros": words(zero.T.contiguous())}, floats.reshape(weight.shape)
+
+
 # -- gpt-oss: fused, transposed, interleaved, biases -----------------------------------------------------------
 
 
@@ -397,6 +448,50 @@ def test_activation_order_is_refused(tmp_path: Path) -> None:
     folder = quantised_folder(tmp_path, shuffled, {"quant_method": "gptq", "bits": 4})
     with pytest.raises(CheckpointError, match=r"experts\.0\..*columns are in activation order"):
         hotset.load(folder, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["experts.3.up_proj", "self_attn.q_proj"])
+@pytest.mark.parametrize("expert_format", ["auto", "float"])
+def test_codes_without_their_scales_are_refused(tmp_path: Path, name: str, expert_format: Any) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model", hidden_size=128, moe_intermediate_size=128, head_dim=32)
+    rewrite(folder, TestFp8Block.config, fp8_block, "model.layers")
+    stored = load_file(folder / "model.safetensors")
+    (lost,) = (x for x in stored if "layers.0." in x and x.endswith(f".{name}.weight_scale_inv"))
+    del stored[lost]
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"layers\.0\..*{name}.weight is F8_E4M3 .* has no scales"):
+        hotset.load(folder, device="cpu", expert_format=expert_format)
+
+
+def asymmetric_int8(weight: Any) -> Written:
+    stored, floats = int8_channel(weight)
+    return {**stored, ".weight_zero_point": torch.full((len(weight), 1), 3, dtype=torch.int8)}, floats
+
+
+def grouped_int8(weight: Any) -> Written:
+    stored, floats = TestPackQuantizedInt8().write(weight)
+    return {**stored, ".weight_scale": torch.ones(len(weight), 2)}, floats
+
+
+def nvfp4(weight: Any) -> Written:
+    codes = torch.zeros((len(weight), weight.shape[1] // 2), dtype=torch.uint8)
+    scales = torch.ones((len(weight), weight.shape[1] // 16)).to(torch.float8_e4m3fn)
+    return {".weight_packed": codes, ".weight_scale": scales, ".weight_global_scale": torch.ones(1)}, weight
+
+
+@pytest.mark.parametrize(
+    ("write", "says"),
+    [
+        (asymmetric_int8, r"I8 with zero points \(asymmetric\)"),
+        (grouped_int8, r"int8 with scales \[\d+, 2\]: wanted one per row"),
+        (nvfp4, "scales of F8_E4M3: wanted F32"),
+    ],
+)
+def test_what_no_kernel_format_holds_is_refused(tmp_path: Path, write: Callable[[Any], Written], says: str) -> None:
+    folder = quantised_folder(tmp_path, write, {"quant_method": "compressed-tensors"})
+    with pytest.raises(CheckpointError, match=says) as refused:
+        hotset.load(folder, device="cpu")
+    assert "\n" not in str(refused.value)
 
 
 def test_other_bits_are_refused(tmp_path: Path) -> None:

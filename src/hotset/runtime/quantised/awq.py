@@ -30,7 +30,7 @@ class Awq(Layout):
         words, scales, zeros = (entries[name].shape for name in ("qweight", "scales", "qzeros"))
         return words[1] * 8 == scales[1] and zeros[1] * 8 == scales[1]
 
-    def shape(self, entries: Mapping[str, TensorEntry]) -> tuple[int, ...]:
+    def shape(self, entries: Mapping[str, TensorEntry], _config: Mapping[str, Any]) -> tuple[int, ...]:
         k, words = entries["qweight"].shape
         return words * 8, k
 

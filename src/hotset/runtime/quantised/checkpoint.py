@@ -28,6 +28,9 @@ METHODS = ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq")
 """quant_method of checkpoints whose layouts are above."""
 _IGNORED = (".input_scale", ".activation_scale", ".weight_shape", ".output_scale", ".k_scale", ".v_scale")
 """Endings of what goes with a quantised matrix and is about activations: hotset's are quantised anew or not at all."""
+_CODES = ("F8_E4M3", "F8_E5M2", "F4")
+"""Tensors of these types mean nothing without scales: unchecked, Transformers would take the codes for numbers."""
+_SCALE_NAMES = ", ".join(f"X{ending}" for ending in Scaled.parts["scale"])
 _NUMPY: dict[str, type] = {
     "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I32": np.int32, "I64": np.int64, "I8": np.int8,
     "U8": np.uint8, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8, "F4": np.uint8,
@@ -81,7 +84,8 @@ class LazyFloats:
 def logical_checkpoint(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     """The checkpoint with a `QuantisedEntry` in place of the parts of each matrix. config: its quantization_config.
 
-    Raises UnsupportedModelError where the method is none of METHODS, or nothing in the checkpoint fits a layout.
+    Raises UnsupportedModelError where the method is none of METHODS, or nothing in the checkpoint fits a layout;
+    CheckpointError where a weight of codes has no scales.
     """
     method = str(config.get("quant_method", ""))
     if method not in METHODS:
@@ -101,13 +105,20 @@ def logical_checkpoint(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Che
                 tensors.pop(entry.name, None)
             for ending in _IGNORED:
                 tensors.pop(f"{base}{ending}", None)
-            logical, shape = base + layout.logical_suffix, layout.shape(parts)
+            logical, shape = base + layout.logical_suffix, layout.shape(parts, config)
             size = 4 * int(np.prod(shape))
             tensors[logical] = QuantisedEntry(
                 logical, parts[first].file, "F32", shape, parts[first].start, size, layout, parts, config
             )
             found += 1
             break
+    for entry in tensors.values():
+        is_integer_weight = entry.dtype in ("I8", "U8") and entry.name.endswith(".weight")
+        if not isinstance(entry, QuantisedEntry) and (entry.dtype in _CODES or is_integer_weight):
+            raise CheckpointError(
+                f"{entry.file}: {entry.name} is {entry.dtype} {list(entry.shape)} and has no scales beside it that "
+                f"hotset knows ({_SCALE_NAMES}): the checkpoint is incomplete, or of a layout that is not read"
+            )
     if not found:
         raise UnsupportedModelError(
             f"{checkpoint.folder}: quantised by {method!r}, but no tensor of it is laid out as "

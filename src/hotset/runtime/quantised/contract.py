@@ -92,8 +92,8 @@ class Layout(abc.ABC):
         """Whether these parts, whose names fit, are of this layout."""
 
     @abc.abstractmethod
-    def shape(self, entries: Mapping[str, TensorEntry]) -> tuple[int, ...]:
-        """Of the floats: [N, K], or [E, ...]."""
+    def shape(self, entries: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> tuple[int, ...]:
+        """Of the floats: [N, K], or [E, ...]. config: the checkpoint's quantization_config."""
 
     @abc.abstractmethod
     def matrix(self, arrays: Arrays, dtypes: Mapping[str, str], config: Mapping[str, Any]) -> StoredMatrix:

@@ -28,7 +28,7 @@ class Gptq(Layout):
         words, scales, zeros = (entries[name].shape for name in ("qweight", "scales", "qzeros"))
         return words[1] == scales[1] and zeros[1] * 8 == scales[1]
 
-    def shape(self, entries: Mapping[str, TensorEntry]) -> tuple[int, ...]:
+    def shape(self, entries: Mapping[str, TensorEntry], _config: Mapping[str, Any]) -> tuple[int, ...]:
         words, rows = entries["qweight"].shape
         return rows, words * 8
 

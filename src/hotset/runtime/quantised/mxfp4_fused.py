@@ -27,7 +27,7 @@ class FusedMxfp4(Layout):
         fits = len(blocks.shape) == 4 and blocks.shape[3] == 16 and blocks.shape[:3] == scales.shape
         return fits and blocks.dtype == "U8" and scales.dtype in EXPONENTS
 
-    def shape(self, entries: Mapping[str, TensorEntry]) -> tuple[int, ...]:
+    def shape(self, entries: Mapping[str, TensorEntry], _config: Mapping[str, Any]) -> tuple[int, ...]:
         experts, rows, groups, _ = entries["blocks"].shape
         return experts, groups * 32, rows
 
