@@ -321,13 +321,15 @@ class ExpertReader:
 
     def quantised_specs(self) -> list[LayerSpec] | None:
         """The rows' specs where experts are stored in a format that the kernels compute, and can be handed over as they
-        are, else None. Raises CheckpointError: matrices of a layer in different formats."""
-        specs = []
+        are, else None. Raises CheckpointError: matrices of a layer in different formats, or some layers' experts so and
+        others not."""
+        specs, plain = [], []
         for row, layer in enumerate(self._layers):
             matrices = [name for name, shape in layer.parameters.items() if shape.ndim == 3]
             entries = [self._quantised_entries(row, name, 0) for name in matrices]
             if any(found is None for found in entries):
-                return None
+                plain.append(layer.layer_id)
+                continue
             kinds = {entry.matrix(expert).kind for found in entries for entry, expert in found or ()}
             if len(kinds) != 1:
                 raise CheckpointError(
@@ -340,7 +342,12 @@ class ExpertReader:
             except OpsError:
                 return None
             specs.append(replace(spec, format=name, scale_number=scales, zero_points=has_zeros, transposed=False))
-        return specs
+        if specs and plain:
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: the experts of layers {plain} are not stored quantised, those of others are: "
+                "use expert_format='float' to hold all as floats"
+            )
+        return specs or None
 
     def read_stored(self, row: int, expert: int) -> ExpertWeights:
         """One expert's quantised weights as they are stored; where they are, `quantised_specs` says.
