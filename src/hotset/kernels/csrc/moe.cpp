@@ -66,9 +66,10 @@ struct StepScale {
     int32_t start;  // cancels the offset of unsigned weights: -offset times the sum of the step's activations
 };
 
-// What `start` becomes where each row has an offset of its own.
+// What `start` becomes where each row has an offset of its own. A real one is at most 32 * 127; the cast keeps what the
+// padding tokens of a tile happen to hold from overflowing.
 INLINE i32x16 times_zeros(int32_t start, const uint8_t* zeros) {
-    return (i32x16)widen(load<u8x16>(zeros)) * start;
+    return (i32x16)widen(load<u8x16>(zeros)) * (int32_t)(int16_t)start;
 }
 
 #define PRAGMA(x) _Pragma(#x)
