@@ -349,12 +349,13 @@ class LayerContract:
     @pytest.mark.parametrize("name", ["fp8_block128", "fp8_channel", "mxfp8"])
     @pytest.mark.parametrize("code", [0x7F, 0xFF])
     def test_fp8_weights_that_are_nan_are_refused_at_load(self, name: str, code: int) -> None:
-        spec = LayerSpec(name, 2, 64, 33)
+        spec = LayerSpec(name, 2, 61, 33)
         good = made_up(spec)[0]
-        down = good.down.copy()
-        down[-1, -1] = code
-        with pytest.raises(OpsError, match="FP8 weight of layer 7 is NaN"):
-            self.kind(spec, 7).put(0, dataclasses.replace(good, down=down))
+        for place in ((0, 0), (-1, -1)):
+            down = good.down.copy()
+            down[place] = code
+            with pytest.raises(OpsError, match="FP8 weight of layer 7 is NaN"):
+                self.kind(spec, 7).put(0, dataclasses.replace(good, down=down))
 
     def test_weights_of_other_shapes_or_types_are_refused(self) -> None:
         spec = LayerSpec("int8", 2, 64, 32)
@@ -501,6 +502,41 @@ def test_a_packed_expert_can_be_adopted_without_a_copy() -> None:
     np.testing.assert_array_equal(two.unpack(0).gate_up, experts[0].gate_up)
     with pytest.raises(OpsError, match="a packed expert is uint8"):
         two.put_packed(1, np.zeros(3, np.uint8))
+
+
+def packed_by_hand(spec: LayerSpec, weights: ExpertWeights) -> list[NDArray[np.uint8]]:
+    """Both matrices' bytes as csrc/moe.cpp describes the layout: word i of block r of panel p holds bytes 4i..4i+3 of
+    its 16 rows, and all panels' blocks r follow each other."""
+    out = []
+    for matrix, stored in ((spec.layout.first, weights.gate_up), (spec.layout.second, weights.down)):
+        rows = np.ascontiguousarray(stored.T if spec.transposed else stored).view(np.uint8)
+        padded = np.zeros((matrix.rows + 1, matrix.words * 4), np.uint8)  # the last row is the padding
+        padded[:-1, : rows.shape[1]] = rows
+        if spec.format == "int8":
+            padded[:-1, : -(-rows.shape[1] // 4) * 4] ^= 0x80
+        panels = padded[matrix.source_row].reshape(matrix.panels, 4, 16, matrix.words, 4)
+        out.append(panels.transpose(1, 0, 3, 2, 4).reshape(-1))
+    return out
+
+
+@compiled
+@pytest.mark.parametrize(("hidden", "intermediate"), [(256, 128), (131, 45), (70, 200)])
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [(n, o) for n in ("fp32", "bf16", "int8", "mxfp4") for o in ("as stored", "every second column of a wider array")]
+    + [("fp32", "transposed"), ("bf16", "transposed")],
+)
+def test_packed_bytes_are_the_layout_by_hand(name: str, order: str, hidden: int, intermediate: int) -> None:
+    spec = LayerSpec(name, 1, hidden, intermediate, transposed=order == "transposed")
+    weights = made_up(spec)[0]
+    given_weights = weights
+    if order.startswith("every second"):
+        wide = {m: np.repeat(getattr(weights, m), 2, axis=1)[:, ::2] for m in ("gate_up", "down")}
+        given_weights = dataclasses.replace(weights, **wide)
+    packed = native.buffer(spec.layout.expert_bytes)
+    CompiledLayer(spec).kernel.pack(given_weights, packed)
+    for matrix, wanted in zip((spec.layout.first, spec.layout.second), packed_by_hand(spec, weights), strict=True):
+        np.testing.assert_array_equal(packed[matrix.data_at :][: len(wanted)], wanted)
 
 
 @compiled

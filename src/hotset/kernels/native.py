@@ -72,7 +72,7 @@ def library() -> build.Library:
     handle.hotset_combine.restype = None
     handle.hotset_pack.argtypes = [c_void_p, c_void_p, c_void_p, *[c_int64] * 6, c_uint32]
     handle.hotset_pack.restype = None
-    handle.hotset_unpack.argtypes = [c_void_p, c_void_p, c_void_p, *[c_int64] * 3, c_uint32]
+    handle.hotset_unpack.argtypes = handle.hotset_pack.argtypes
     handle.hotset_unpack.restype = None
     handle.hotset_has_fp8_nan.argtypes = [c_void_p, c_int64]
     handle.hotset_has_fp8_nan.restype = c_int32
@@ -95,14 +95,12 @@ def pack(packed: NDArray[np.uint8], data: NDArray[Any], layout: MatrixLayout, fl
     )  # fmt: skip
 
 
-def unpack(packed: NDArray[np.uint8], layout: MatrixLayout, flip: int) -> NDArray[np.uint8]:
-    """The stored bytes [N, row_bytes] of a packed matrix."""
-    rows = np.empty((layout.rows, layout.row_bytes), np.uint8)
+def unpack(packed: NDArray[np.uint8], data: NDArray[Any], layout: MatrixLayout, flip: int) -> None:
+    """Fills a stored matrix [N, ...], of any strides, from its place in `packed`."""
     library().handle.hotset_unpack(
-        rows.ctypes.data, packed.ctypes.data + layout.data_at, layout.source_row.ctypes.data,
-        layout.panels, layout.words, layout.row_bytes, flip,
+        packed.ctypes.data + layout.data_at, data.ctypes.data, layout.source_row.ctypes.data,
+        layout.panels, layout.words, layout.row_bytes, data.strides[0], data.strides[1], data.itemsize, flip,
     )  # fmt: skip
-    return rows
 
 
 def has_fp8_nan(codes: NDArray[np.uint8]) -> bool:

@@ -82,8 +82,9 @@ class PackedKernel:
         spec, layout = self.spec, self.spec.layout
         parts: dict[str, Any] = {}
         for name, matrix in (("gate_up", layout.first), ("down", layout.second)):
-            data: NDArray[Any] = native.unpack(packed, matrix, self._flip).view(spec.kind.dtype)
-            parts[name] = np.ascontiguousarray(data.T) if spec.transposed else data
+            shape = matrix.rows, matrix.row_bytes // np.dtype(spec.kind.dtype).itemsize
+            parts[name] = np.empty(shape[::-1] if spec.transposed else shape, spec.kind.dtype)
+            native.unpack(packed, parts[name].T if spec.transposed else parts[name], matrix, self._flip)
             if matrix.scales_at >= 0:
                 scales = _rows_of(_by_group(packed, matrix, matrix.scales_at, NUMBER_DTYPES[spec.scale_number]), matrix)
                 if spec.kind.scales == "row":

@@ -66,9 +66,10 @@ struct StepScale {
     int32_t start;  // cancels the offset of unsigned weights: -offset times the sum of the step's activations
 };
 
-// What `start` becomes where each row has an offset of its own.
+// What `start` becomes where each row has an offset of its own. A real one is at most 32 * 127; the cast keeps what the
+// padding tokens of a tile happen to hold from overflowing.
 INLINE i32x16 times_zeros(int32_t start, const uint8_t* zeros) {
-    return (i32x16)widen(load<u8x16>(zeros)) * start;
+    return (i32x16)widen(load<u8x16>(zeros)) * (int32_t)(int16_t)start;
 }
 
 #define PRAGMA(x) _Pragma(#x)
@@ -765,59 +766,118 @@ void hotset_combine(const HotsetLayer* layer, const HotsetCall* call) {
         }
 }
 
-// Where block r of panel p lies: all panels' blocks r follow each other.
-static int64_t place_of(int64_t block, int64_t panels) { return block % kBlocks * panels + block / kBlocks; }
+}  // extern "C"
 
-// Packs rows into panels. source_row: [panels * 64] row of the source, or -1 for padding. row_bytes: bytes of one row
-// of K elements; row_stride, k_stride in bytes; element: bytes that k_stride steps over (1 where several k's share a
-// byte). flip is xored into every word; what the source does not have becomes zero (before the flip nothing: such k's
-// meet activations of zero).
-void hotset_pack(uint8_t* packed, const uint8_t* source, const int32_t* source_row, int64_t panels,
-                 int64_t packed_words, int64_t row_bytes, int64_t row_stride, int64_t k_stride,
-                 int64_t element, uint32_t flip) {
-    const bool dense = k_stride == element;
-    for (int64_t block = 0; block < panels * kBlocks; block++) {
-        uint8_t* to = packed + place_of(block, panels) * packed_words * 64;
-        const int32_t* rows = source_row + block * kLanes;
-        for (int64_t word = 0; word < packed_words; word++, to += 64)
-            for (int r = 0; r < kLanes; r++) {
-                uint32_t value = 0;
-                const int64_t at = word * 4, have = row_bytes - at < 4 ? row_bytes - at : 4;
-                if (rows[r] >= 0 && have > 0) {
-                    const uint8_t* from = source + rows[r] * row_stride;
-                    if (dense && have == 4) value = load<uint32_t>(from + at);
-                    else if (dense) std::memcpy(&value, from + at, have);
-                    else
-                        for (int64_t b = 0; b < have; b += element)
-                            std::memcpy((uint8_t*)&value + b, from + (at + b) / element * k_stride, element);
-                    value ^= flip;
-                }
-                store(to + r * 4, value);
-            }
+namespace {
+
+// Stored rows of a matrix. row_stride, k_stride in bytes; element: bytes that k_stride steps over (1 where several k's
+// share a byte).
+struct StoredRows {
+    uint8_t* data;
+    const int32_t* source_row;  // [panels * 64] row at each packed row, -1 = padding
+    int64_t row_bytes, row_stride, k_stride, element;
+};
+
+// 16 rows x 64 bytes. Packing and unpacking touch whole cache lines of the stored rows: of rows that are 4096 bytes apart
+// the first-level cache holds no more than eight.
+constexpr int kLine = 64;
+
+template <class T, bool kRead>
+void copy_elements(uint8_t (*tile)[kLine], const StoredRows& s, const int32_t* rows, int64_t at, int64_t have) {
+    for (int64_t b = 0; b < have; b += sizeof(T)) {
+        uint8_t* k = s.data + (at + b) / (int64_t)sizeof(T) * s.k_stride;
+        for (int r = 0; r < kLanes; r++) {
+            if (rows[r] < 0) continue;
+            uint8_t* stored = k + rows[r] * s.row_stride;
+            if (kRead) std::memcpy(tile[r] + b, stored, sizeof(T));
+            else std::memcpy(stored, tile[r] + b, sizeof(T));
+        }
     }
 }
 
-// The inverse: rows of [row_bytes] contiguous bytes.
-void hotset_unpack(uint8_t* rows_out, const uint8_t* packed, const int32_t* source_row, int64_t panels,
-                   int64_t packed_words, int64_t row_bytes, uint32_t flip) {
+// Bytes [at, at + have) of 16 rows, into or out of a tile; padding rows are left alone.
+template <bool kRead>
+void copy_tile(uint8_t (*tile)[kLine], const StoredRows& s, const int32_t* rows, int64_t at, int64_t have) {
+    if (s.k_stride == s.element) {
+        for (int r = 0; r < kLanes; r++) {
+            if (rows[r] < 0) continue;
+            uint8_t* stored = s.data + rows[r] * s.row_stride + at;
+            if (have == kLine && kRead) std::memcpy(tile[r], stored, kLine);
+            else if (have == kLine) std::memcpy(stored, tile[r], kLine);
+            else if (kRead) std::memcpy(tile[r], stored, have);
+            else std::memcpy(stored, tile[r], have);
+        }
+    } else if (s.element == 4) {
+        copy_elements<uint32_t, kRead>(tile, s, rows, at, have);
+    } else if (s.element == 2) {
+        copy_elements<uint16_t, kRead>(tile, s, rows, at, have);
+    } else {
+        copy_elements<uint8_t, kRead>(tile, s, rows, at, have);
+    }
+}
+
+// Where block r of panel p lies: all panels' blocks r follow each other.
+int64_t place_of(int64_t block, int64_t panels) { return block % kBlocks * panels + block / kBlocks; }
+
+}  // namespace
+
+extern "C" {
+
+// Packs rows into panels. flip is xored into every word that a row has; what it does not have becomes zero (such k's
+// meet activations of zero).
+void hotset_pack(uint8_t* packed, uint8_t* stored, const int32_t* source_row, int64_t panels, int64_t packed_words,
+                 int64_t row_bytes, int64_t row_stride, int64_t k_stride, int64_t element, uint32_t flip) {
+    const StoredRows s = {stored, source_row, row_bytes, row_stride, k_stride, element};
+    for (int64_t block = 0; block < panels * kBlocks; block++) {
+        uint8_t* to = packed + place_of(block, panels) * packed_words * 64;
+        const int32_t* rows = source_row + block * kLanes;
+        for (int64_t word = 0; word < packed_words; word += kLanes) {
+            const int64_t have = std::clamp<int64_t>(row_bytes - word * 4, 0, kLine);
+            u32x16 flips = u32x16{} + flip;
+            alignas(64) uint8_t tile[kLanes][kLine];
+            if (have < kLine) {
+                std::memset(tile, 0, sizeof tile);
+                for (int i = 0; i < kLanes; i++) flips[i] = i * 4 < have ? flip : 0;
+            }
+            copy_tile<true>(tile, s, rows, word * 4, have);
+            u32x16 turned[kLanes];
+            for (int r = 0; r < kLanes; r++) turned[r] = rows[r] < 0 ? u32x16{} : load<u32x16>(tile[r]) ^ flips;
+            transpose(turned);
+            const int64_t words = std::min<int64_t>(packed_words - word, kLanes);
+            for (int64_t i = 0; i < words; i++) store(to + (word + i) * 64, turned[i]);
+        }
+    }
+}
+
+// The inverse; the stored rows are written.
+void hotset_unpack(const uint8_t* packed, uint8_t* stored, const int32_t* source_row, int64_t panels,
+                   int64_t packed_words, int64_t row_bytes, int64_t row_stride, int64_t k_stride, int64_t element,
+                   uint32_t flip) {
+    const StoredRows s = {stored, source_row, row_bytes, row_stride, k_stride, element};
     for (int64_t block = 0; block < panels * kBlocks; block++) {
         const uint8_t* from = packed + place_of(block, panels) * packed_words * 64;
         const int32_t* rows = source_row + block * kLanes;
-        for (int64_t word = 0; word * 4 < row_bytes; word++)
-            for (int r = 0; r < kLanes; r++) {
-                if (rows[r] < 0) continue;
-                uint32_t value = load<uint32_t>(from + word * 64 + r * 4) ^ flip;
-                const int64_t have = row_bytes - word * 4 < 4 ? row_bytes - word * 4 : 4;
-                std::memcpy(rows_out + rows[r] * row_bytes + word * 4, &value, have);
-            }
+        for (int64_t word = 0; word * 4 < row_bytes; word += kLanes) {
+            const int64_t words = std::min<int64_t>(packed_words - word, kLanes);
+            u32x16 turned[kLanes] = {};
+            for (int64_t i = 0; i < words; i++) turned[i] = load<u32x16>(from + (word + i) * 64) ^ flip;
+            transpose(turned);
+            alignas(64) uint8_t tile[kLanes][kLine];
+            std::memcpy(tile, turned, sizeof tile);
+            copy_tile<false>(tile, s, rows, word * 4, std::min<int64_t>(row_bytes - word * 4, kLine));
+        }
     }
 }
 
 // True where an E4M3 byte is NaN.
 int32_t hotset_has_fp8_nan(const uint8_t* codes, int64_t count) {
-    int found = 0;
-    for (int64_t i = 0; i < count; i++) found |= (codes[i] & 0x7f) == 0x7f;
-    return found;
+    // eight at a time: 0x7f plus 1 sets the upper bit of its byte, and carries nowhere
+    auto upper_bits = [](uint64_t eight) { return (eight & 0x7f7f7f7f7f7f7f7fu) + 0x0101010101010101u; };
+    uint64_t found = 0, last = 0;
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8) found |= upper_bits(load<uint64_t>(codes + i));
+    std::memcpy(&last, codes + i, count - i);
+    return ((found | upper_bits(last)) & 0x8080808080808080u) != 0;
 }
 
 // ---- the ceiling: reading memory and doing nothing with it ---------------------------------------------------
@@ -907,5 +967,5 @@ const char* hotset_instructions() {
         ;
 }
 
-int32_t hotset_abi() { return 3; }
+int32_t hotset_abi() { return 4; }
 }

@@ -77,6 +77,44 @@ INLINE i32x16 round_to_int(f32x16 x) {
     return (i32x16)(x + 12582912.0f) - (int32_t)0x4b400000;  // 1.5 * 2^23
 }
 
+// rows[c] lane r becomes rows[r] lane c. Interleaving rows i and i + 8 turns the eight bits of an element's place by one,
+// and four turns swap row and lane.
+INLINE void transpose(u32x16 (&rows)[16]) {
+#if defined(HOTSET_AVX512)
+    const u32x16 low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
+    for (int turn = 0; turn < 4; turn++) {
+        u32x16 next[16];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            next[2 * i] = (u32x16)_mm512_permutex2var_epi32((__m512i)rows[i], (__m512i)low, (__m512i)rows[i + 8]);
+            next[2 * i + 1] = (u32x16)_mm512_permutex2var_epi32((__m512i)rows[i], (__m512i)high, (__m512i)rows[i + 8]);
+        }
+        std::memcpy(rows, next, sizeof next);
+    }
+#else
+    typedef uint32_t u32x4 __attribute__((vector_size(16)));
+#if defined(__clang__)
+#define HOTSET_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define HOTSET_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, u32x4{__VA_ARGS__})
+#endif
+    u32x4 from[16][4], to[16][4];
+    std::memcpy(from, rows, sizeof from);
+    for (int r = 0; r < 4; r++)  // the same in squares of 4 x 4 with two turns: vectors that every target has
+        for (int c = 0; c < 4; c++) {
+            const u32x4 a = from[4 * r][c], b = from[4 * r + 1][c], x = from[4 * r + 2][c], y = from[4 * r + 3][c];
+            const u32x4 ax = HOTSET_SHUFFLE(a, x, 0, 4, 1, 5), ax_high = HOTSET_SHUFFLE(a, x, 2, 6, 3, 7);
+            const u32x4 by = HOTSET_SHUFFLE(b, y, 0, 4, 1, 5), by_high = HOTSET_SHUFFLE(b, y, 2, 6, 3, 7);
+            to[4 * c][r] = HOTSET_SHUFFLE(ax, by, 0, 4, 1, 5);
+            to[4 * c + 1][r] = HOTSET_SHUFFLE(ax, by, 2, 6, 3, 7);
+            to[4 * c + 2][r] = HOTSET_SHUFFLE(ax_high, by_high, 0, 4, 1, 5);
+            to[4 * c + 3][r] = HOTSET_SHUFFLE(ax_high, by_high, 2, 6, 3, 7);
+        }
+#undef HOTSET_SHUFFLE
+    std::memcpy(rows, to, sizeof to);
+#endif
+}
+
 // ---- half precision ------------------------------------------------------------------------------------------
 
 INLINE f32x16 from_bf16(u16x16 h) { return (f32x16)(__builtin_convertvector(h, u32x16) << 16); }
