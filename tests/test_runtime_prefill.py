@@ -19,7 +19,14 @@ from hotset.errors import CheckpointError, ModelError  # noqa: E402
 from hotset.models.experts import experts_per_token  # noqa: E402
 from hotset.reports.prometheus import prometheus_text  # noqa: E402
 from hotset.runtime.expert_formats.contract import ExpertTensors  # noqa: E402
-from hotset.runtime.prefill import PrefillStreamer, Threshold, expert_flops, resolve_threshold  # noqa: E402
+from hotset.runtime.prefill import (  # noqa: E402
+    PrefillStreamer,
+    Threshold,
+    _Buffer,
+    buffer_size,
+    expert_flops,
+    resolve_threshold,
+)
 from hotset.runtime.store import ExpertStore  # noqa: E402
 from tests.test_cost import machine as round_machine  # noqa: E402
 from tests.tiny_models import FAMILIES, make_checkpoint  # noqa: E402
@@ -259,6 +266,25 @@ def test_streaming_changes_no_bit_of_packed_and_stored_experts(
     model = hotset.load(folder, plan=HALF, gpu_prefill_token_threshold=20, **settings)
     assert torch.equal(logits(model), wanted)
     assert model.hotset_report()["gpu_prefill"]["experts_streamed"] > 0
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"expert_format": "int8"}])
+def test_what_a_device_would_get_is_the_expert(
+    folder: Path, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = hotset.load(folder, **settings)
+    store, fmt, module = model.hotset.store, model.hotset.store.formats[1], model.hotset.layers[1].module
+    shapes, cpu = fmt.slot_shapes(torch.device("cuda")), torch.device("cpu")
+    buffer = _Buffer(buffer_size([fmt], torch.device("cuda")), cpu)
+    host = store.on_host(1, 3)
+    buffer.fill(fmt.to_device(host), shapes, lambda source, target: target.copy_(source), None)
+    tensors = buffer.tensors(shapes)
+    assert {name: (t.shape, t.dtype) for name, t in tensors.items()} == dict(shapes)
+    assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors.values())
+    rows = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+    got, wanted = fmt.device_rows(module, rows, tensors).float(), fmt.expert_rows(module, rows, host).float()
+    assert torch.allclose(got, wanted, rtol=0, atol=0.02 * float(wanted.abs().max()))
 
 
 def test_only_picked_experts_stream_each_once_and_shorter_chunks_none(folder: Path) -> None:

@@ -1,10 +1,11 @@
-"""`make gpu-check`: what a test machine without a GPU cannot show about the remapping. Needs a CUDA device.
+"""`make gpu-check`: what a test machine without a GPU cannot show about remapping and runtime. Needs a CUDA device.
 
 For the Triton and the torch implementation, on the GPU: the same bits as the reference on the CPU; no call waits for
 the device (torch's sync debug mode set to "error"); a captured CUDA graph gives the right bits when its inputs and the
 slot table change between replays; time per call beside plain indexing. Then the slot table's upkeep on two streams,
-with the fence between them. Progress on stderr, one JSON line on stdout (and to --output). Exit status 1 where a check
-failed, could not run, or there is no GPU.
+with the fence between them, and the runtime on random models made on the spot (`gpu_check_runtime.py`). Progress on
+stderr, one JSON line on stdout (and to --output). Exit status 1 where a check failed, could not run, or there is no
+GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import contextlib
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -289,6 +291,20 @@ def main() -> int:
         attempt(f"{backend}_graph_replays", lambda b=backend: check_graph(b))
     attempt("slot_table_swaps", lambda: check_slot_tables(20 if options.quick else 200))
     attempt("seconds_per_call", lambda: measure(100 if options.quick else 1000, usable))
+    import gpu_check_runtime as runtime
+
+    small = runtime.QUICK if options.quick else runtime.MEDIUM
+    large, tokens, rounds = (runtime.QUICK, 16, 3) if options.quick else (runtime.FULL, 32, 5)
+    with tempfile.TemporaryDirectory(prefix="hotset-gpu-check-") as temporary:
+        first = runtime.make_checkpoint(Path(temporary) / "small", small, "cuda")
+        attempt("parity", lambda: runtime.check_parity(first, small, "cuda"))
+        attempt("text_under_moves", lambda: runtime.check_text_under_moves(first, small, "cuda", 4 * tokens))
+        folder = runtime.make_checkpoint(Path(temporary) / "large", large, "cuda")
+        attempt("probe", lambda: runtime.measured_machine(folder))
+        machine = report["probe"]["machine"] if "probe" in report else None
+        attempt("prefill_timeline", lambda: runtime.check_prefill_timeline(folder, "cuda", 2048))
+        attempt("moves_timeline", lambda: runtime.check_moves_timeline(folder, large, "cuda", tokens))
+        attempt("decode", lambda: runtime.check_decode(folder, large, "cuda", tokens, rounds, machine))
     for name, why in report["not_checked"].items():
         print(f"gpu-check: {name}: not checked, {why}", file=sys.stderr)
     line = json.dumps(report)
