@@ -344,7 +344,7 @@ class ExpertReader:
             specs.append(replace(spec, format=name, scale_number=scales, zero_points=has_zeros, transposed=False))
         if specs and plain:
             raise CheckpointError(
-                f"{self.checkpoint.folder}: the experts of layers {plain} are not stored quantised, those of others are: "
+                f"{self.checkpoint.folder}: the experts of layers {plain} are not stored quantised, others are: "
                 "use expert_format='float' to hold all as floats"
             )
         return specs or None
