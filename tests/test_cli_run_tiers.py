@@ -51,11 +51,30 @@ def test_run_within_host_memory_shows_the_disk_tier(
     assert out == cli(*arguments)[1]
 
 
+def test_run_streams_long_prompts_and_says_why_auto_does_not(cli: Cli, folder: Path) -> None:  # noqa: F811
+    arguments = ["run", folder, "--prompt", "w5 w6 w7", "--max-new-tokens", 3, "--json"]
+    code, out, err = cli(*arguments, "--gpu-prefill-token-threshold", 3)
+    assert code == 0, err
+    streamed = json.loads(out)
+    assert streamed["report"]["gpu_prefill"]["chunks"] == 1
+    for extra, reason in [
+        (["--machine", "rtx-4090"], "host memory"),
+        (["--gpu-prefill-token-threshold", "off"], "switched off"),
+    ]:
+        code, out, err = cli(*arguments, *extra)
+        assert code == 0, err
+        assert json.loads(out)["answers"] == streamed["answers"]
+        assert reason in json.loads(out)["report"]["gpu_prefill"]["reason"]
+
+
 def test_run_refuses_what_cannot_be(cli: Cli, folder: Path, tmp_path: Path) -> None:  # noqa: F811
     arguments = ["run", folder, "--prompt", "w5 w6"]
     for extra, code, message in [
         (["--host-memory", "1MiB"], 1, "or more"),
         (["--host-memory", "lots"], 1, "is not a number of bytes"),
+        (["--machine", "rtx-9999"], 1, "'rtx-9999' is unknown"),
+        (["--gpu-prefill-token-threshold", "0"], 2, "wanted 1 or more, auto, off"),
+        (["--gpu-prefill-token-threshold", "some"], 2, "wanted 1 or more, auto, off"),
         (["--skip-gpu-expert-cpu-copy", "yes"], 1, "wanted 'auto', 'on' or 'off'"),
         (["--adapt", "--max-bytes-per-token", "1"], 1, "nothing could ever move"),
         (["--max-bytes-per-token", "1GiB"], 2, "needs --adapt"),

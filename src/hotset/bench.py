@@ -142,7 +142,8 @@ def _priced_by_model(
     if machine is None or (machine.device == "cuda") != cuda:
         machine = Machine.open("rtx-4090")
     round_trip = machine.round_trip_seconds if cuda else 0.0
-    known = [s for s in (hit_seconds, miss_seconds) if s]
+    # of a tiny model both may drown in the dispatch's noise: then an expert takes no time worth predicting
+    known = [s for s in (hit_seconds, miss_seconds) if s] or [1e-9]
     hit, miss = hit_seconds or known[0], miss_seconds or known[0]
     if not cuda:
         # one memory, one rate: of the two measurements, as often as each kind of pick occurs

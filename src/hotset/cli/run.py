@@ -120,7 +120,7 @@ def _threshold(text: str) -> int | Literal["auto"] | None:
     if text in ("auto", "off"):
         return "auto" if text == "auto" else None
     if not text.isdecimal() or int(text) < 1:
-        raise typer.BadParameter(f"--gpu-prefill-token-threshold is {text!r}: wanted a number from 1, auto or off")
+        raise typer.BadParameter(f"prefill threshold {text!r}: wanted 1 or more, auto, off")
     return int(text)
 
 
