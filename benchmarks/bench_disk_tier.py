@@ -276,7 +276,7 @@ def measure(shape: dict[str, int], folder: Path, scratch: Path, options: argpars
     print(f"reading experts, 4 threads: {cold / 1e9:.2f} GB/s from disk, {warm / 1e9:.2f} GB/s from the page cache")
     print(
         f"hotset: peak {peak / 1e6:.0f} MB of {options.budget / 1e6:.0f} MB; host cache of {disk['buffers']} experts "
-        f"of {experts}, hit rate {hit_rate:.2f}"
+        f"of {experts}, hit rate {hit_rate:.2f}; read {disk['reads']}"
     )
     if "accelerate" in peers:
         print(f"accelerate: layers {runs['accelerate', headline][-1]['device_map']}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +22,7 @@ from hotset.runtime import loading as loading_module  # noqa: E402
 from hotset.runtime import runtime as runtime_module  # noqa: E402
 from hotset.runtime.adapting import Adaptation  # noqa: E402
 from hotset.runtime.expert_formats.contract import parameter_shapes  # noqa: E402
-from hotset.runtime.memory import buffer_bytes  # noqa: E402
+from hotset.runtime.memory import buffer_bytes, cgroup_limit_bytes  # noqa: E402
 from tests.tiny_models import FAMILIES, make_checkpoint  # noqa: E402
 
 
@@ -117,6 +119,88 @@ def test_a_shard_that_is_cut_short_while_serving_is_named(tmp_path: Path) -> Non
         stream.write(data)
     assert generate(model) == generate(hotset.load(folder))
     model.hotset.store.check_integrity()
+
+
+@pytest.fixture
+def past_the_page_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No memory for the page cache, and bounce buffers of two blocks, so that each matrix takes many reads."""
+    probe = tmp_path / "probe"
+    probe.touch()
+    try:
+        os.close(os.open(probe, os.O_RDONLY | os.O_DIRECT))
+    except (AttributeError, OSError):
+        pytest.skip("no O_DIRECT here")
+    monkeypatch.setattr(runtime_module, "available_bytes", lambda: 0)
+    monkeypatch.setattr(loading_module, "BOUNCE_BYTES", 2 * loading_module.DIRECT_ALIGNMENT)
+
+
+@pytest.mark.usefixtures("only_experts_count", "past_the_page_cache")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reads_past_the_page_cache_bring_the_same_bits(checkpoints: dict[str, Path], family: str) -> None:
+    folder = checkpoints[family]
+    model = hotset.load(folder, host_memory_bytes=buffers(folder, 9))
+    assert model.hotset_report()["disk"]["reads"].startswith("past the page cache (O_DIRECT): it could hold 0 B of ")
+    assert generate(model) == generate(hotset.load(folder))
+    model.hotset.store.check_integrity()
+
+
+@pytest.mark.usefixtures("only_experts_count", "past_the_page_cache")
+def test_a_shard_cut_short_is_named_past_the_page_cache_too(tmp_path: Path) -> None:
+    folder = make_checkpoint("mixtral", tmp_path)
+    model = hotset.load(folder, host_memory_bytes=buffers(folder, 8))
+    with (folder / "model.safetensors").open("r+b") as stream:
+        stream.truncate(5000)
+    with pytest.raises(CheckpointError, match=r"model.safetensors: cut short while it was read"):
+        generate(model)
+
+
+@pytest.mark.usefixtures("only_experts_count")
+@pytest.mark.parametrize(
+    ("room", "problem", "says"),
+    [
+        (2**40, None, "through the page cache: it could hold 1 TiB of "),
+        (None, None, "through the page cache: how much memory it may take is unknown"),
+        (0, OSError(22, "Invalid argument"), r"through the page cache: .* has no O_DIRECT \(Invalid argument\)"),
+    ],
+)
+def test_reads_go_through_the_page_cache_where_it_has_room_or_nothing_else_works(
+    checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    room: int | None,
+    problem: OSError | None,
+    says: str,
+) -> None:
+    folder = checkpoints["mixtral"]
+    real_open = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if problem is not None and flags & getattr(os, "O_DIRECT", 0):
+            raise problem
+        return real_open(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    budget = buffers(folder, 9)
+    monkeypatch.setattr(runtime_module, "available_bytes", lambda: None if room is None else room + budget)
+    model = hotset.load(folder, host_memory_bytes=budget)
+    assert re.match(says, model.hotset_report()["disk"]["reads"])
+    assert generate(model) == generate(hotset.load(folder))
+
+
+def test_the_limit_of_a_cgroup_is_the_least_on_its_way_up(tmp_path: Path) -> None:
+    def limits(membership: str, **files: str) -> int | None:
+        for name, text in files.items():
+            path = tmp_path / name.replace("__", "/").replace("_dot_", ".")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        (tmp_path / "cgroup").write_text(membership)
+        return cgroup_limit_bytes(tmp_path / "cgroup", tmp_path / "tree")
+
+    assert limits("0::/a/b\n") is None
+    assert limits("0::/a/b\n", tree__a__b__memory_dot_max="max\n") is None
+    assert limits("0::/a/b\n", tree__a__memory_dot_max="700\n") == 700
+    assert limits("0::/a/b\n", tree__a__b__memory_dot_max="900\n") == 700
+    assert limits("5:cpu:/a\n4:memory:/x\n", tree__memory__x__memory_dot_limit_in_bytes="300\n") == 300
+    assert cgroup_limit_bytes(tmp_path / "absent", tmp_path / "tree") is None
 
 
 # 8 layers of 40 experts of 576 KiB in bfloat16: 184 MiB of experts

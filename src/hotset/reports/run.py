@@ -73,7 +73,7 @@ def print_run(console: Console, report: Mapping[str, Any]) -> None:
                 "disk",
                 f"{disk['loads']:,} experts read ({format_bytes(disk['read_bytes'])}), host cache ({disk['policy']}, "
                 f"{disk['buffers']:,} experts) hit rate {format_share(disk['hits'] / max(asked, 1))}, "
-                f"waited {disk['stall_seconds']:.2f} s in {disk['stalls']:,} stalls",
+                f"waited {disk['stall_seconds']:.2f} s in {disk['stalls']:,} stalls; read {disk['reads']}",
             )
         )
     console.print()

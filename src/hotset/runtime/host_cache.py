@@ -55,7 +55,8 @@ def policy_options(policy: str, num_experts: int) -> dict[str, int]:
 class HostCache:
     """Host buffers for some of L layers' experts, held in the rows' `formats`.
 
-    read: reads one expert into a buffer; called from `readers` threads at once. budget_bytes: most bytes of buffers.
+    read: reads one expert into a buffer; called from `readers` threads at once; reads: how it does, for the report.
+    budget_bytes: most bytes of buffers.
     Layers of one size share all buffers; where sizes differ, each layer gets its share of the budget.
 
     Raises BudgetError where the budget holds no buffer per layer (or at all), PolicyError on another policy.
@@ -69,12 +70,14 @@ class HostCache:
         *,
         policy: str = DEFAULT_POLICY,
         readers: int = DEFAULT_READERS,
+        reads: str = "",
     ) -> None:
         if policy not in CACHE_POLICIES:
             raise PolicyError(f"host cache policy {policy!r}: wanted one of {', '.join(CACHE_POLICIES)}")
         self.formats = list(formats)
         self.budget_bytes = budget_bytes
         self.policy_name = policy
+        self.reads = reads
         self.statistics = CacheStatistics()
         num_layers, num_experts = len(self.formats), self.formats[0].layer.num_experts
         self._shapes = [fmt.host_shapes for fmt in self.formats]
@@ -224,7 +227,8 @@ class HostCache:
 
     def report(self) -> dict[str, int | str]:
         """What the cache is; `statistics` is what it did."""
-        return {"policy": self.policy_name, "budget_bytes": self.budget_bytes, "buffers": self.num_buffers}
+        size = {"budget_bytes": self.budget_bytes, "buffers": self.num_buffers}
+        return {"policy": self.policy_name, **size, "reads": self.reads}
 
     def check_integrity(self) -> None:
         """Assert Residency's account and that the buffers stay within the budget."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import mmap
 import os
 import threading
 import weakref
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hotset.errors import CheckpointError, ModelError, OpsError, UnsupportedModelError
@@ -28,7 +30,15 @@ from hotset.kernels.modules import spec_of
 from hotset.models.checkpoint import Checkpoint, TensorEntry
 from hotset.models.experts import ExpertLayer, find_expert_layers, model_class_of
 from hotset.runtime.quantised import LazyFloats, QuantisedEntry, StoredMatrix, logical_checkpoint
+from hotset.units import format_bytes
 
+DIRECT_ALIGNMENT = 4096
+"""Bytes: no device that Linux knows wants more of O_DIRECT's offsets and addresses than a page."""
+BOUNCE_BYTES = 2 << 20
+"""Per reading thread, outside of the host memory that experts get; a whole matrix could be a hundred times that."""
+DIRECT_BELOW_SHARE = 0.25
+"""Of a checkpoint. With room for 5 % in the page cache O_DIRECT decoded 1.3 times as fast (median of 8 pairs); what the
+page cache does hold it reads 8 times as fast, so about a quarter of hits makes up for that."""
 _DTYPE_NAMES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
@@ -244,6 +254,10 @@ class ExpertReader:
         self.checkpoint = checkpoint
         self.fingerprint = checkpoint.fingerprint if fingerprint is None else fingerprint
         """The model's, by what is stored."""
+        self.reads = "through the page cache"
+        """How experts are read, with the reason, for the report."""
+        self._direct = 0
+        self._bounce = threading.local()
         self._files: dict[Path, Any] = {}
         self._descriptors: dict[Path, int] = {}
         self._opening = threading.Lock()
@@ -285,6 +299,34 @@ class ExpertReader:
     def non_expert_slices(self) -> dict[str, Any]:
         """Stored name -> lazy slice of every tensor that is no expert's."""
         return {name: self._slice(name) for name in self._non_expert}
+
+    def choose_reads(self, page_cache_bytes: int | None) -> None:
+        """Read past the page cache (O_DIRECT) where it could hold but a small share of the checkpoint.
+
+        page_cache_bytes: memory that it could take; None where unknown. Call it before the first read.
+        """
+        files = sorted({entry.file for entry in self.checkpoint.tensors.values()})
+        stored = sum(file.stat().st_size for file in files)
+        if page_cache_bytes is None:
+            self.reads += ": how much memory it may take is unknown"
+            return
+        held = f"it could hold {format_bytes(max(0, page_cache_bytes))} of {format_bytes(stored)}"
+        if page_cache_bytes >= stored * DIRECT_BELOW_SHARE:
+            self.reads += f": {held}"
+            return
+        flag = getattr(os, "O_DIRECT", 0)  # Linux has it
+        try:
+            descriptor = os.open(files[0], os.O_RDONLY | os.O_CLOEXEC | flag)
+            try:
+                os.preadv(descriptor, [mmap.mmap(-1, DIRECT_ALIGNMENT)], 0)
+            finally:
+                os.close(descriptor)
+        except OSError as problem:
+            self.reads += f": {held}, but its file system has no O_DIRECT ({problem.strerror})"
+            return
+        if flag:
+            self._direct = flag
+            self.reads = f"past the page cache (O_DIRECT): {held}"
 
     @property
     def reads_single_experts(self) -> bool:
@@ -448,17 +490,31 @@ class ExpertReader:
             try:
                 descriptor = self._descriptor(entry.file)
                 while done < end:
-                    got = os.preadv(descriptor, [view[done:end]], start + size - (end - done))
+                    got = self._pread(descriptor, view[done:end], start + size - (end - done))
                     if got == 0:
                         raise CheckpointError(f"{entry.file}: cut short while it was read: {entry.name} is incomplete")
                     done += got
             except OSError as problem:
                 raise CheckpointError(f"{entry.file}: {problem.strerror} while reading {entry.name}") from None
 
+    def _pread(self, descriptor: int, into: memoryview, at: int) -> int:
+        """Like os.preadv into one buffer; O_DIRECT wants whole blocks at aligned addresses, so it reads beside."""
+        if not self._direct:
+            return os.preadv(descriptor, [into], at)
+        if not hasattr(self._bounce, "block"):
+            self._bounce.block = mmap.mmap(-1, BOUNCE_BYTES)
+        skip = at % DIRECT_ALIGNMENT
+        want = min(-(-(skip + len(into)) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT, BOUNCE_BYTES)
+        got = os.preadv(descriptor, [memoryview(self._bounce.block)[:want]], at - skip) - skip
+        got = max(0, min(got, len(into)))
+        block = np.frombuffer(self._bounce.block, np.uint8)
+        np.asarray(into)[:got] = block[skip : skip + got]  # NumPy lets the other threads run meanwhile
+        return got
+
     def _descriptor(self, file: Path) -> int:
         with self._opening:
             if file not in self._descriptors:
-                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC | self._direct)
                 weakref.finalize(self, os.close, self._descriptors[file])
             return self._descriptors[file]
 

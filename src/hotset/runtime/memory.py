@@ -42,6 +42,37 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def available_bytes() -> int | None:
+    """Bytes that this process could still take, page cache included: of the machine's, and of its memory cgroup's.
+
+    None where the system does not say.
+    """
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    rooms = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    limit = cgroup_limit_bytes(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    if limit is not None:
+        rooms.append(max(0, limit - resident_bytes()))
+    return min(rooms, default=None)
+
+
+def cgroup_limit_bytes(membership: Path, tree: Path) -> int | None:
+    """The least memory limit of the cgroup that `membership` names and those around it (version 1 or 2), if any.
+
+    Kernel documentation: admin-guide/cgroup-v2.rst, admin-guide/cgroup-v1/memory.rst.
+    """
+    limits = []
+    for line in membership.read_text().splitlines() if membership.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, name = (tree / "memory", "memory.limit_in_bytes") if controllers else (tree, "memory.max")
+        folder = root / path.strip("/")
+        files = [place / name for place in (folder, *folder.parents) if place.is_relative_to(root)]
+        limits += [file.read_text().strip() for file in files if file.exists()]
+    return min((int(limit) for limit in limits if limit != "max"), default=None)
+
+
 def buffer_bytes(shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> int:
     """Bytes that `allocate_host` takes for these tensors, whole pages."""
     page = mmap.PAGESIZE

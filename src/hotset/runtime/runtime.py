@@ -36,7 +36,7 @@ from hotset.runtime.expert_formats.choice import (
 from hotset.runtime.expert_formats.contract import ExpertFormat, ExpertSource, ExpertTensors
 from hotset.runtime.host_cache import DEFAULT_POLICY, HostCache
 from hotset.runtime.loading import ExpertReader, load_skeleton
-from hotset.runtime.memory import buffer_bytes, peak_bytes, resident_bytes
+from hotset.runtime.memory import available_bytes, buffer_bytes, peak_bytes, resident_bytes
 from hotset.runtime.prefill import PrefillStreamer, Threshold, ThresholdRequest, buffer_size, resolve_threshold
 from hotset.runtime.quantising import QuantisedExperts, quantised_file
 from hotset.runtime.recording import Forward, ServingRecorder
@@ -130,7 +130,12 @@ def load(
     def read(row: int, expert: int, into: ExpertTensors) -> None:
         formats[row].read(source, row, expert, into)
 
-    cache = None if cache_bytes is None else HostCache(formats, read, cache_bytes, policy=host_cache_policy)
+    cache = None
+    if cache_bytes is not None:
+        room = available_bytes()
+        skeleton.reader.choose_reads(None if room is None else room - cache_bytes)
+        reads = skeleton.reader.reads
+        cache = HostCache(formats, read, cache_bytes, policy=host_cache_policy, reads=reads)
     if cache is not None and not skeleton.reader.reads_single_experts:
         raise UnsupportedModelError(
             f"{folder}: its experts are stored so that a whole layer must be converted to read one: "
@@ -152,6 +157,8 @@ def load(
         copies.warning or copies.reason,
     )
     logger.info("experts on the host: %s (%s)", choice.name, choice.reason)
+    if cache is not None:
+        logger.info("experts on disk are read %s", cache.reads)
     logger.info("gpu_prefill_token_threshold: %s (%s)", threshold.tokens or "never", threshold.reason)
     if shed is not None:
         enable_shedding(skeleton.model, shed if isinstance(shed, ShedPolicy) else ShedPolicy(keep_mass=shed))
