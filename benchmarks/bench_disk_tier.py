@@ -12,7 +12,7 @@ hotset and Accelerate must decode the same tokens. llama.cpp rounds elsewhere (f
 random weights a rounding can change a routing or a token: asked of it is that its logits after each prompt point the
 way of hotset's (cosine of 0.98 or more). How many of its first tokens are the same is printed.
 
-The second measurement has no cgroup, as on a machine with memory to spare: the page cache holds every file and
+The second measurement, once, has no cgroup, as on a machine with memory to spare: the page cache holds every file and
 Accelerate, which maps its files, runs from it; only hotset's own memory is limited then (RLIMIT_DATA). Where no cgroup
 can be made (it takes root) it is the only one, and output and JSON say so ("limit"). peak_bytes is hotset's own memory,
 libraries and all, by the kernel's account (VmHWM). llama.cpp is run by --llama-python, an interpreter that has
@@ -263,10 +263,13 @@ def measure(shape: dict[str, int], folder: Path, scratch: Path, options: argpars
     cold = read_rate(folder, expert_bytes, 4, 600_000_000)
     warm = read_rate(folder, expert_bytes, 4, 600_000_000)
     runs: dict[tuple[str, bool], list[dict[str, Any]]] = {}
-    for _ in range(options.rounds):
-        for limited in (False,) if why_not else (True, False):
+    for number in range(options.rounds):
+        for limited in (False,) if why_not else (True, False) if number == 0 else (True,):
             for how in ("hotset", *peers):
-                runs.setdefault((how, limited), []).append(child(how, folder, scratch, options, limited=limited))
+                run = child(how, folder, scratch, options, limited=limited)
+                runs.setdefault((how, limited), []).append(run)
+                name = "memory cgroup" if limited else "page cache"
+                print(f"round {number + 1}, {name}: {how} {run['rate']:.2f} tokens/s", file=sys.stderr, flush=True)
     same = [run["texts"] for (how, _), several in runs.items() if how != "llama.cpp" for run in several]
     assert all(texts == same[0] for texts in same), "hotset and Accelerate decode different tokens"
     headline = why_not is None
