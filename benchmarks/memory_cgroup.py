@@ -35,23 +35,20 @@ class MemoryCgroup:
         """Move the calling process in: what it takes from now on counts."""
         self._write("cgroup.procs", os.getpid())
 
-    def account(self) -> dict[str, int]:
-        """oom_kills: members that the kernel killed; limit_hits: times that it had to evict pages first."""
-        if self.version == 1:
-            counts = [self.folder / "memory.failcnt", self.folder / "memory.memsw.failcnt"]  # the latter fails first
-            hits = sum(int(count.read_text()) for count in counts if count.exists())
-            return {"oom_kills": self._field("memory.oom_control", "oom_kill"), "limit_hits": hits}
-        return {
-            "oom_kills": self._field("memory.events", "oom_kill"),
-            "limit_hits": self._field("memory.events", "max"),
-        }
+    def account(self) -> dict[str, int | None]:
+        """oom_kills: members that the kernel killed; cgroup_peak_bytes: the most that they held (None: not told).
+
+        Not memory.failcnt: it stays 0 on some kernels (6.18) while the limit holds and pages are evicted.
+        """
+        events, peak = "memory.oom_control", self.folder / "memory.max_usage_in_bytes"
+        if self.version == 2:
+            events, peak = "memory.events", self.folder / "memory.peak"
+        pairs = (line.split() for line in (self.folder / events).read_text().splitlines())
+        kills = next(int(value) for key, value in pairs if key == "oom_kill")
+        return {"oom_kills": kills, "cgroup_peak_bytes": int(peak.read_text()) if peak.exists() else None}
 
     def _write(self, name: str, value: int) -> None:
         (self.folder / name).write_text(str(value))
-
-    def _field(self, name: str, key: str) -> int:
-        pairs = (line.split() for line in (self.folder / name).read_text().splitlines())
-        return next(int(value) for found, value in pairs if found == key)
 
 
 @contextmanager
