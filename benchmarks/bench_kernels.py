@@ -47,7 +47,7 @@ ALLOWED_ERROR = {"fp32": 1e-5, "fp16": 1e-5, "bf16": 2e-2}
 peer"""
 QUANTISED_ERROR = {"int4_g32": 0.35, "int4_g128": 0.35, "mxfp4": 0.35}
 REST_SECONDS = 0.02
-"""Before every timed call: OpenMP's threads and those of kt-kernel and ggml spin for a while when their work is done."""
+"""Before every timed call: OpenMP's, kt-kernel's and ggml's threads spin for a while when their work is done."""
 TARGETS = {
     "bf16": 0.85,
     "int8": 0.70,
