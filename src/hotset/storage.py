@@ -133,6 +133,17 @@ class ArrayFile:
         return self.take(name, dtype, ndim) if name in self.arrays else None
 
 
+def read_fully(descriptor: int, array: NDArray[Any], start: int) -> bool:
+    """Fill a contiguous array from the file's bytes at `start`. False where the file ends before. OSError as usual."""
+    view = array.reshape(-1).view(np.uint8).data
+    while view:
+        got = os.preadv(descriptor, [view], start)
+        if got == 0:
+            return False
+        view, start = view[got:], start + got
+    return True
+
+
 def read_header(path: str | Path) -> tuple[dict[str, Any], dict[str, str], int, int]:
     """(entries by tensor name, metadata texts, offset of the data, bytes of the file) of a safetensors file.
 

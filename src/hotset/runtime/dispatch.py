@@ -114,15 +114,26 @@ class LayerDispatch:
         for expert in experts:
             ahead.step()
             tokens, positions = (ids == expert).nonzero(as_tuple=True)
-            part = total[tokens]
             weights, tier = store.acquire(row, expert)
             try:
-                mine, mass = torch.full((len(tokens), 1), expert), gate[tokens, positions][:, None]
-                self.format.moe(hidden[tokens], mine, mass, {expert: weights}, add_to=part)
+                self._add(total, expert, weights, hidden[tokens], gate[tokens, positions], tokens)
             finally:
                 store.release(row, expert, tier)
-            total[tokens] = part
         return total.to(hidden.dtype)
+
+    def _add(
+        self,
+        total: torch.Tensor,
+        expert: int,
+        weights: ExpertTensors,
+        rows: torch.Tensor,
+        mass: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> None:
+        """Add one expert's share to its tokens' sums, by the kernels: total [T, H] float32, rows [n, H], mass [n]."""
+        part = total[tokens]
+        self.format.moe(rows, torch.full((len(tokens), 1), expert), mass[:, None], {expert: weights}, add_to=part)
+        total[tokens] = part
 
     def _on_one_device(self, hidden: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         store, row, module = self.runtime.store, self.row, self.module
@@ -177,10 +188,7 @@ class LayerDispatch:
         def compute(expert: int, weights: ExpertTensors) -> None:
             tokens, positions = places[expert]
             if on_host and fmt.computes_together:
-                part = out[tokens]
-                mine, mass = torch.full((len(tokens), 1), expert), gate[tokens, positions][:, None]
-                fmt.moe(hidden[tokens], mine, mass, {expert: weights}, add_to=part)
-                out[tokens] = part
+                self._add(out, expert, weights, hidden[tokens], gate[tokens, positions], tokens)
                 return
             rows = (fmt.expert_rows if on_host else fmt.device_rows)(module, hidden[tokens], weights)
             out.index_add_(0, tokens, (rows * gate[tokens, positions, None]).to(wide))

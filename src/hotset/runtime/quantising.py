@@ -30,7 +30,7 @@ from hotset.kernels.modules import expert_weights
 from hotset.models.experts import ExpertLayer
 from hotset.runtime.expert_formats.contract import ExpertSource, ExpertTensors, parameter_shapes
 from hotset.runtime.expert_formats.stored import stored_shapes
-from hotset.storage import FileFormatError, read_header, writing_parts
+from hotset.storage import FileFormatError, read_fully, read_header, writing_parts
 
 logger = logging.getLogger("hotset.runtime")
 
@@ -98,12 +98,8 @@ class QuantisedExperts:
         for part, (shape, dtype) in self._shapes[row].items():
             values = np.empty(shape, _NUMPY[_DTYPES[dtype]])
             name = f"layers.{self.layers[row].layer_id}.{part}"
-            view, at = values.data.cast("B"), self._starts[name] + expert * values.nbytes
-            while view:
-                got = os.preadv(self._descriptor, [view], at)
-                if got == 0:
-                    raise CheckpointError(f"{self.path}: cut short within {name}: delete it, it is made again")
-                view, at = view[got:], at + got
+            if not read_fully(self._descriptor, values, self._starts[name] + expert * values.nbytes):
+                raise CheckpointError(f"{self.path}: cut short within {name}: delete it, it is made again")
             parts[part] = values
         return ExpertWeights(**parts)
 

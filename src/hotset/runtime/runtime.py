@@ -132,8 +132,9 @@ def load(
 
     cache = None
     if cache_bytes is not None:
-        room = available_bytes()
-        skeleton.reader.choose_reads(None if room is None else room - cache_bytes)
+        if specs is None:  # quantised experts are read part by part, through the page cache
+            room = available_bytes()
+            skeleton.reader.choose_reads(None if room is None else room - cache_bytes)
         reads = skeleton.reader.reads
         cache = HostCache(formats, read, cache_bytes, policy=host_cache_policy, reads=reads)
     if cache is not None and not skeleton.reader.reads_single_experts:

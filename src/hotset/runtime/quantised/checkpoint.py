@@ -5,7 +5,6 @@ Knows the registry of layouts and how parts are read. Does not know: models, exp
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from hotset.runtime.quantised.gptq import Gptq
 from hotset.runtime.quantised.mxfp4_fused import FusedMxfp4
 from hotset.runtime.quantised.pack_quantized import PackQuantized
 from hotset.runtime.quantised.scaled import Scaled
+from hotset.storage import read_fully
 
 LAYOUTS: tuple[Layout, ...] = (Scaled(), FusedMxfp4(), PackQuantized(), Gptq(), Awq())
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq")
@@ -153,14 +153,10 @@ def _read(entry: TensorEntry, expert: int | None) -> NDArray[Any]:
     shape = entry.shape if expert is None else entry.shape[1:]
     values = np.empty(shape, dtype)
     start = entry.start + (0 if expert is None else expert * values.nbytes)
-    view = values.reshape(-1).view(np.uint8).data
     try:
         with entry.file.open("rb", buffering=0) as stream:
-            while view:
-                got = os.preadv(stream.fileno(), [view], start)
-                if got == 0:
-                    raise CheckpointError(f"{entry.file}: cut short while it was read: {entry.name} is incomplete")
-                view, start = view[got:], start + got
+            if not read_fully(stream.fileno(), values, start):
+                raise CheckpointError(f"{entry.file}: cut short while it was read: {entry.name} is incomplete")
     except OSError as problem:
         raise CheckpointError(f"{entry.file}: {problem.strerror} while reading {entry.name}") from None
     return values

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from hotset.errors import CheckpointError
 from hotset.kernels.formats import FORMATS
+from hotset.kernels.torch_layer import tensor_of_bits
 from hotset.models.checkpoint import TensorEntry
 from hotset.runtime.expert_formats.stored import float_values
 
@@ -41,13 +42,10 @@ class StoredMatrix:
 
     def floats(self) -> torch.Tensor:
         """[N, K] float32 values."""
-        scales = self.scales.view(np.int16) if self.scales.dtype == np.uint16 else self.scales
-        tensor = torch.from_numpy(np.ascontiguousarray(scales))
-        if self.scale_number == "bf16":
-            tensor = tensor.view(torch.bfloat16)
+        scales = tensor_of_bits(np.ascontiguousarray(self.scales))
         zeros = None if self.zeros is None else torch.from_numpy(self.zeros)
         codes = torch.from_numpy(np.ascontiguousarray(self.codes))
-        return float_values(FORMATS[self.format], self.scale_number, codes, tensor, zeros, self.k)
+        return float_values(FORMATS[self.format], self.scale_number, codes, scales, zeros, self.k)
 
     @staticmethod
     def stack(matrices: Sequence[StoredMatrix], what: str) -> StoredMatrix:
