@@ -451,12 +451,12 @@ class TestChoice:
     def test_a_module_that_the_kernels_do_not_compute_stays_with_torch(self) -> None:
         layer = make_layer(torch.bfloat16)
         layer.module._apply_gate = lambda x: x.chunk(2, -1)[0].tanh()
-        choice = choose_formats([layer], None)
+        choice = choose_formats([layer], [None])
         assert isinstance(choice.formats[0], PlainFormat)
         if HAS_COMPILER:
             assert "no activation that the kernels know" in choice.reason
             with pytest.raises(OpsError, match="no activation that the kernels know"):
-                choose_formats([layer], None, kernels="compiled")
+                choose_formats([layer], [None], kernels="compiled")
 
     def test_training_stays_with_torch(self, folder: Path) -> None:
         compute = hotset.load(folder, device="cpu", dtype="bfloat16", training=True).hotset_report()["host_compute"]
@@ -483,8 +483,8 @@ class TestChoice:
         )
         layer = make_layer(torch.bfloat16)
         with pytest.raises(BackendError, match="asked for, but: no compiler found"):
-            choose_formats([layer], None, kernels="compiled")
-        assert choose_formats([layer], None).reason == "no compiler found"
+            choose_formats([layer], [None], kernels="compiled")
+        assert choose_formats([layer], [None]).reason == "no compiler found"
         spec = LayerSpec("int8", EXPERTS, HIDDEN, INNER)
         assert isinstance(choose_formats([layer], [spec]).formats[0], StoredFormat)
 

@@ -180,9 +180,8 @@ class LayoutContract:
     def test_stored_experts_stand_for_these_floats(self, folders: tuple[Path, Path]) -> None:
         skeletons = [load_skeleton(f, dtype=torch.float32, device=torch.device("cpu")) for f in folders]
         specs = skeletons[0].reader.quantised_specs()
-        assert specs is not None
-        assert {spec.format for spec in specs} == {self.format}
-        assert skeletons[1].reader.quantised_specs() is None
+        assert {spec and spec.format for spec in specs} == {self.format}
+        assert not any(skeletons[1].reader.quantised_specs())
         for row, layer in enumerate(skeletons[0].layers):
             for expert in (0, 7):
                 got = dequantise(specs[row], skeletons[0].reader.read_stored(row, expert))
@@ -507,12 +506,46 @@ def test_blocks_that_do_not_join_are_refused_as_stored_and_read_as_floats(tmp_pa
     assert hotset.load(folder, device="cpu", expert_format="float").hotset_report()["host_compute"]["kernels"]
 
 
-def test_a_layer_that_is_not_quantised_among_others_is_refused_as_stored(tmp_path: Path) -> None:
-    folder = make_checkpoint("qwen3_moe", tmp_path / "m", hidden_size=128, moe_intermediate_size=32, head_dim=32)
+@pytest.fixture
+def half_quantised(tmp_path: Path) -> Path:
+    """A Qwen3-MoE whose second of two MoE layers is FP8, its first bfloat16."""
+    folder = make_checkpoint(
+        "qwen3_moe", tmp_path / "m", hidden_size=128, moe_intermediate_size=32, head_dim=32, dtype="bfloat16"
+    )
     rewrite(folder, {"quant_method": "compressed-tensors"}, fp8_channel, "layers.2.mlp.experts")
-    with pytest.raises(CheckpointError, match=r"experts of layers \[0\] are not stored quantised, others are"):
+    return folder
+
+
+@pytest.mark.parametrize("kernels", ["torch", "compiled"] if HAS_COMPILER else ["torch"])
+def test_layers_that_are_not_quantised_are_float_beside_those_that_are(half_quantised: Path, kernels: str) -> None:
+    from tests.test_expert_formats import from_disk, text_of
+
+    options: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "kernels": kernels}
+    mask = np.tile(np.arange(8) % 2 == 0, (2, 1))
+    none, half = hotset.load(half_quantised, **options), hotset.load(half_quantised, plan=mask, **options)
+    floats = hotset.load(half_quantised, **options, expert_format="float")
+    formats = [fmt.name for fmt in none.hotset.store.formats]
+    assert ("bf" in formats[0], "fp8" in formats[0]) == (True, False)
+    assert "fp8" in formats[1]
+    assert none.hotset_report()["host_compute"]["format"] == " and ".join(formats)
+    one, other = (fmt.expert_bytes for fmt in none.hotset.store.formats)
+    assert one == 3 * 128 * 32 * 2
+    assert other == 3 * 128 * 32 + (2 * 32 + 128) * 2  # a scale in bfloat16 for each row
+    for ids in TOKENS.values():
+        with torch.inference_mode():
+            wanted, got = floats(input_ids=ids).logits, none(input_ids=ids).logits
+            assert torch.equal(half(input_ids=ids).logits, got)
+        assert (got - wanted).norm() <= 2e-2 * wanted.norm()
+    limited = from_disk(half_quantised, options)
+    assert text_of(limited) == text_of(none)
+    assert limited.hotset_report()["disk"]["loads"] > 0
+
+
+def test_an_expert_that_is_not_quantised_among_others_of_its_layer_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path / "m", hidden_size=128, moe_intermediate_size=32, head_dim=32)
+    rewrite(folder, {"quant_method": "compressed-tensors"}, fp8_channel, "experts.0.")
+    with pytest.raises(CheckpointError, match=r"expert [1-7] of .* is not stored quantised .*: use expert_format='float'"):
         hotset.load(folder, device="cpu")
-    assert hotset.load(folder, device="cpu", expert_format="float").hotset_report()["experts"]["total"] == 16
 
 
 def test_training_of_quantised_experts_is_refused(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def load_with_failures(folder: Path, restore: Any) -> tuple[Any, Flaky, Flaky]:
         skeleton.model,
         store,
         skeleton.non_expert_bytes,
-        choose_formats(skeleton.layers, None),
+        choose_formats(skeleton.layers, [None] * len(skeleton.layers)),
         Adaptation(restore=restore, automatic=False),
     )
     store.load()

@@ -361,35 +361,32 @@ class ExpertReader:
         parts, dim = recipe.parts(pieces, f"{layer.name}.{name}", shape, self._config)
         self._place(parts, dim, target, what)
 
-    def quantised_specs(self) -> list[LayerSpec] | None:
-        """The rows' specs where experts are stored in a format that the kernels compute, and can be handed over as they
-        are, else None. Raises CheckpointError: matrices of a layer in different formats, or some layers' experts so and
-        others not."""
-        specs, plain = [], []
-        for row, layer in enumerate(self._layers):
-            matrices = [name for name, shape in layer.parameters.items() if shape.ndim == 3]
-            entries = [self._quantised_entries(row, name, 0) for name in matrices]
-            if any(found is None for found in entries):
-                plain.append(layer.layer_id)
-                continue
-            kinds = {entry.matrix(expert).kind for found in entries for entry, expert in found or ()}
-            if len(kinds) != 1:
-                raise CheckpointError(
-                    f"{self.checkpoint.folder}: layer {layer.layer_id} has experts in several formats "
-                    f"({', '.join(sorted(kind[0] for kind in kinds))}): use expert_format='float'"
-                )
-            ((name, scales, has_zeros),) = kinds
-            try:
-                spec = spec_of(layer.module, layer.parameters)
-            except OpsError:
+    def quantised_specs(self) -> list[LayerSpec | None]:
+        """By row: the spec where the experts are stored in a format that the kernels compute and can be handed over as
+        they are, else None: they are read as floats. Raises CheckpointError: matrices of a layer in different formats.
+        """
+        return [self._quantised_spec(row) for row in range(len(self._layers))]
+
+    def _quantised_spec(self, row: int) -> LayerSpec | None:
+        layer = self._layers[row]
+        matrices = [name for name, shape in layer.parameters.items() if shape.ndim == 3]
+        kinds = set()
+        for name in matrices:
+            found = self._quantised_entries(row, name, 0)
+            if found is None:
                 return None
-            specs.append(replace(spec, format=name, scale_number=scales, zero_points=has_zeros, transposed=False))
-        if specs and plain:
+            kinds |= {entry.matrix(expert).kind for entry, expert in found}
+        if len(kinds) != 1:
             raise CheckpointError(
-                f"{self.checkpoint.folder}: the experts of layers {plain} are not stored quantised, others are: "
-                "use expert_format='float' to hold all as floats"
+                f"{self.checkpoint.folder}: layer {layer.layer_id} has experts in several formats "
+                f"({', '.join(sorted(kind[0] for kind in kinds))}): use expert_format='float'"
             )
-        return specs or None
+        ((name, scales, has_zeros),) = kinds
+        try:
+            spec = spec_of(layer.module, layer.parameters)
+        except OpsError:
+            return None
+        return replace(spec, format=name, scale_number=scales, zero_points=has_zeros, transposed=False)
 
     def read_stored(self, row: int, expert: int) -> ExpertWeights:
         """One expert's quantised weights as they are stored; where they are, `quantised_specs` says.
@@ -407,7 +404,9 @@ class ExpertReader:
                 continue
             entries = self._quantised_entries(row, name, expert)
             if entries is None:
-                raise CheckpointError(f"{what} is not stored quantised")
+                raise CheckpointError(
+                    f"{what} is not stored quantised as the layer's first expert is: use expert_format='float'"
+                )
             matrix = StoredMatrix.stack([entry.matrix(which) for entry, which in entries], what)
             parts[part], parts[f"{part}_scale"] = matrix.codes, matrix.scales
             if matrix.zeros is not None:

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import nn
 
 from hotset.core import Machine, Plan
 from hotset.errors import BudgetError, ModelError, PlanError, PolicyError, UnsupportedModelError
+from hotset.kernels import LayerSpec
 from hotset.models.checkpoint import resolve_model_folder
 from hotset.models.experts import ExpertLayer, experts_per_token
 from hotset.ops import ShedPolicy
@@ -105,7 +106,9 @@ def load(
     skeleton = load_skeleton(folder, dtype=dtype, device=target)
     mask = _resolve_mask(plan, skeleton.layers, skeleton.reader)
     quantise_to = quantised_specs(skeleton.layers, expert_format)
-    specs = skeleton.reader.quantised_specs() if expert_format == "auto" else quantise_to
+    specs: Sequence[LayerSpec | None] = quantise_to or [None] * len(skeleton.layers)
+    if expert_format == "auto":
+        specs = skeleton.reader.quantised_specs()
     choice = choose_formats(skeleton.layers, specs, kernels=kernels, training=training)
     budget = None if host_memory_bytes is None else parse_bytes(host_memory_bytes)
     threshold = resolve_threshold(
@@ -132,7 +135,7 @@ def load(
 
     cache = None
     if cache_bytes is not None:
-        if specs is None:  # quantised experts are read part by part, through the page cache
+        if not any(specs):  # quantised experts are read part by part, through the page cache
             room = available_bytes()
             skeleton.reader.choose_reads(None if room is None else room - cache_bytes)
         reads = skeleton.reader.reads

@@ -33,7 +33,8 @@ class FormatChoice:
     """One format per row, and why."""
 
     formats: list[ExpertFormat]
-    kernels: Literal["compiled", "torch"]
+    kernels: str
+    """"compiled", "torch", or both where rows differ."""
     reason: str
 
     @property
@@ -44,14 +45,14 @@ class FormatChoice:
 
 def choose_formats(
     layers: Sequence[ExpertLayer],
-    quantised: Sequence[LayerSpec] | None,
+    quantised: Sequence[LayerSpec | None],
     *,
     kernels: KernelRequest = "auto",
     training: bool = False,
     from_disk: bool = False,
 ) -> FormatChoice:
-    """quantised: the rows' specs where experts are held quantised, else they are float. training: gradients go through.
-    from_disk: experts pass through a host cache, so that many are computed once per read.
+    """quantised: a row's spec where its experts are held quantised, None where they are float. training: gradients go
+    through. from_disk: experts pass through a host cache, so that many are computed once per read.
 
     Raises ModelError (unknown request, kernels that know no gradients asked for with training), OpsError (a module
     that the kernels do not compute, and they were asked for, or its experts are quantised), BackendError (forced
@@ -59,17 +60,37 @@ def choose_formats(
     """
     if kernels not in get_args(KernelRequest):
         raise ModelError(f"kernels is {kernels!r}: wanted {', '.join(get_args(KernelRequest))}")
-    forced = kernels == "compiled" or (kernels == "auto" and os.environ.get("HOTSET_KERNELS") == "compiled")
+    pairs = [(layer, spec) for layer, spec in zip(layers, quantised, strict=True) if spec is not None]
     if training:
-        if quantised is not None:
+        if pairs:
             raise ModelError(
                 "training is refused: quantised experts know no gradients: load with expert_format='float'"
             )
         if kernels == "compiled":
             raise ModelError("kernels='compiled' and training exclude each other: they know no gradients")
         return _plain(layers, "training: gradients go through torch's operators")
-    if quantised is not None:
-        return _quantised(layers, quantised, kernels)
+    if not pairs:
+        return _float(layers, kernels, from_disk)
+    stored = _quantised(pairs, kernels)
+    if len(pairs) == len(layers):
+        return stored
+    floats = [layer for layer, spec in zip(layers, quantised, strict=True) if spec is None]
+    return _merged(quantised, stored, _float(floats, kernels, from_disk))
+
+
+def _merged(quantised: Sequence[LayerSpec | None], stored: FormatChoice, plain: FormatChoice) -> FormatChoice:
+    """Some layers' experts quantised, the others float."""
+    formats = {True: iter(stored.formats), False: iter(plain.formats)}
+    same = (stored.kernels, stored.reason) == (plain.kernels, plain.reason)
+    return FormatChoice(
+        [next(formats[spec is not None]) for spec in quantised],
+        " and ".join(dict.fromkeys((stored.kernels, plain.kernels))),
+        stored.reason if same else f"{stored.name}: {stored.reason}; {plain.name}: {plain.reason}",
+    )
+
+
+def _float(layers: Sequence[ExpertLayer], kernels: KernelRequest, from_disk: bool) -> FormatChoice:
+    forced = kernels == "compiled" or (kernels == "auto" and os.environ.get("HOTSET_KERNELS") == "compiled")
     if kernels == "torch":
         return _plain(layers, "asked for: torch's operators, with the bits of Transformers' eager loops")
     dtypes = {p.dtype for layer in layers for p in layer.parameters.values()}
@@ -110,8 +131,7 @@ def quantised_specs(layers: Sequence[ExpertLayer], request: FormatRequest) -> li
     return [replace(spec, format=request, transposed=False, scale_number=scales) for spec in specs]
 
 
-def _quantised(layers: Sequence[ExpertLayer], specs: Sequence[LayerSpec], kernels: KernelRequest) -> FormatChoice:
-    pairs = list(zip(layers, specs, strict=True))
+def _quantised(pairs: Sequence[tuple[ExpertLayer, LayerSpec]], kernels: KernelRequest) -> FormatChoice:
     if kernels == "torch" or (kernels == "auto" and backend().name == "torch"):
         why = "asked for" if kernels == "torch" else backend().reason
         return FormatChoice([StoredFormat(*pair) for pair in pairs], "torch", f"dequantised for every call: {why}")
