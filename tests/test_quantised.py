@@ -544,7 +544,9 @@ def test_layers_that_are_not_quantised_are_float_beside_those_that_are(half_quan
 def test_an_expert_that_is_not_quantised_among_others_of_its_layer_is_refused(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3_moe", tmp_path / "m", hidden_size=128, moe_intermediate_size=32, head_dim=32)
     rewrite(folder, {"quant_method": "compressed-tensors"}, fp8_channel, "experts.0.")
-    with pytest.raises(CheckpointError, match=r"expert [1-7] of .* is not stored quantised .*: use expert_format='float'"):
+    with pytest.raises(
+        CheckpointError, match=r"expert [1-7] of .* is not stored quantised .*: use expert_format='float'"
+    ):
         hotset.load(folder, device="cpu")
 
 

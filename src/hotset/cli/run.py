@@ -33,7 +33,9 @@ def register(app: typer.Typer) -> None:
         expert_format: str = typer.Option(
             "auto", help="auto (as the checkpoint has them), float, or quantised at load: int8, int4_g32, int4_g128."
         ),
-        kernels: str = typer.Option("auto", help="What computes experts on the host: auto, compiled or torch."),
+        kernels: str = typer.Option(
+            "auto", help="What computes experts on the host: auto, compiled, torch, kt-kernel."
+        ),
         keep_mass: float = typer.Option(
             None, help="Skip experts that are not on the GPU where this share of a token's gate mass is kept, like 0.9."
         ),

@@ -65,7 +65,7 @@ class LayerDispatch:
         self.runtime.count(self.row, ids.numpy(), top_k_weights)
         if self.runtime.prefill.wants(len(ids)) and not (hidden_states.requires_grad and torch.is_grad_enabled()):
             return self._streamed(hidden_states.contiguous(), ids, top_k_weights)
-        if hidden_states.device.type != "cpu":
+        if hidden_states.device.type != "cpu" or self.format.takes_over:
             return self._on_two_devices(hidden_states, ids, top_k_weights)
         if self.format.computes_together:
             return self._together(hidden_states.contiguous(), ids, top_k_weights)
@@ -197,7 +197,8 @@ class LayerDispatch:
         return out.to(hidden.dtype)
 
     def _on_two_devices(self, hidden: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Resident experts on the device while the host works on the misses; their rows come back in one copy.
+        """Resident experts on the device while the host works on the misses; their rows come back in one copy. The
+        device may be the CPU, where the format computes nothing that is in slots.
 
         A slot may be released once its kernels are launched: who overwrites it waits for the stream.
         """

@@ -71,6 +71,13 @@ def resolve_threshold(
     """
     if requested is None:
         return Threshold(None, "switched off")
+    held = next((fmt.name for fmt in formats if fmt.takes_over), None)
+    if held is not None:
+        if requested != "auto":
+            raise ModelError(
+                f"gpu_prefill_token_threshold is {requested!r}: experts that are {held} cannot be streamed"
+            )
+        return Threshold(None, f"experts that are {held} cannot be streamed")
     if requested != "auto":
         if isinstance(requested, bool) or not isinstance(requested, int) or requested < 1:
             raise ModelError(f"gpu_prefill_token_threshold is {requested!r}: wanted auto, None or 1 and above")

@@ -86,11 +86,12 @@ def load(
     quantised at the first load and kept in a file beside the plan (else in the cache directory), in every tier alike.
     kernels: what computes experts on the host. "auto": the compiled kernels for bfloat16, float16 and quantised
     experts, torch for float32, whose bits are then those of Transformers' eager loops; "compiled" or "torch" forces
-    one. shed: skip experts that are not on the GPU where the others keep this share of a token's gate mass, a policy or
-    a keep_mass; default never. gpu_prefill_token_threshold: forward passes of at least so many tokens stream the
-    experts that they miss onto the device, instead of computing them on the host; None = never; "auto" = from where on
-    the cost model of `machine` says it is faster, never without a machine or without a GPU. machine: what `hotset
-    probe` measured here, or a preset. progress: called with (experts read, experts to read).
+    one, "kt-kernel" takes that package's where it is installed (static plans, nothing on disk). shed: skip experts
+    that are not on the GPU where the others keep this share of a token's gate mass, a policy or a keep_mass; default
+    never. gpu_prefill_token_threshold: forward passes of at least so many tokens stream the experts that they miss
+    onto the device, instead of computing them on the host; None = never; "auto" = from where on the cost model of
+    `machine` says it is faster, never without a machine or without a GPU. machine: what `hotset probe` measured here,
+    or a preset. progress: called with (experts read, experts to read).
 
     The model gets `model.hotset` (the Runtime) and `model.hotset_report()`.
     Raises ModelError, CheckpointError, UnsupportedModelError, PlanError (plan of another model), PolicyError,
@@ -109,7 +110,8 @@ def load(
     specs: Sequence[LayerSpec | None] = quantise_to or [None] * len(skeleton.layers)
     if expert_format == "auto":
         specs = skeleton.reader.quantised_specs()
-    choice = choose_formats(skeleton.layers, specs, kernels=kernels, training=training)
+    moves = settings is not None
+    choice = choose_formats(skeleton.layers, specs, kernels=kernels, training=training, moves=moves)
     budget = None if host_memory_bytes is None else parse_bytes(host_memory_bytes)
     threshold = resolve_threshold(
         gpu_prefill_token_threshold,
@@ -123,7 +125,7 @@ def load(
     streaming = 0 if threshold.tokens is None else 2 * buffer_size(choice.formats, target)
     cache_bytes = _cache_bytes(choice.formats, mask, target, copies, budget, streaming)
     if cache_bytes is not None:
-        choice = choose_formats(skeleton.layers, specs, kernels=kernels, training=training, from_disk=True)
+        choice = choose_formats(skeleton.layers, specs, kernels=kernels, training=training, from_disk=True, moves=moves)
     formats = choice.formats
     source: ExpertSource = skeleton.reader
     if quantise_to is not None:

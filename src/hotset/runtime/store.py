@@ -11,6 +11,7 @@ With a `HostCache` host memory is bounded: experts away from the arena live in t
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
@@ -94,18 +95,23 @@ class ExpertStore:
         With a cache only the arena is read: the other experts come when they are asked for.
         """
         wanted = list(self._to_load())
+        left = Counter(row for row, _, _ in wanted if self.formats[row].takes_over)
         with ThreadPoolExecutor(_LOADERS, thread_name_prefix="hotset-load") as loaders:
             loads = [loaders.submit(self._load_one, *one) for one in wanted]
             try:
                 for done, load in enumerate(as_completed(loads), start=1):
-                    load.result()
+                    row = load.result()
+                    left[row] -= 1
+                    if left[row] == 0:
+                        self._hand_over(row)
                     if progress is not None:
                         progress(done, len(wanted))
             except BaseException:  # Ctrl-C too: what has not begun need not
                 loaders.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _load_one(self, row: int, expert: int, slot: int) -> None:
+    def _load_one(self, row: int, expert: int, slot: int) -> int:
+        """Returns the row."""
         in_place = self.formats[row].slot_shapes(self.device) == self.formats[row].host_shapes
         if slot != ABSENT and in_place:
             self._read(row, expert, self.on_gpu(row, slot))
@@ -119,6 +125,12 @@ class ExpertStore:
                 self._to_slot(row, host, slot)
             if slot == ABSENT or not self.copies.skip:
                 self._host[row][expert] = host
+        return row
+
+    def _hand_over(self, row: int) -> None:
+        """All of the row are read: its format takes the host copies. Each leaves an empty one in its place."""
+        self.formats[row].take_over({e: weights for e, weights in enumerate(self._host[row]) if weights is not None})
+        self._host[row] = [None if weights is None else {} for weights in self._host[row]]
 
     def _to_load(self) -> Iterator[tuple[int, int, int]]:
         for row, layer in enumerate(self.layers):
@@ -209,6 +221,7 @@ class ExpertStore:
         or the copy raised.
         """
         with self.moving:
+            self._check_movable(row)
             if self.residency.slot(row, expert) != ABSENT:
                 raise ResidencyError(f"expert {expert} of row {row} is resident already")
             restored = self._host_copy(row, victim) if victim != ABSENT else None
@@ -243,11 +256,18 @@ class ExpertStore:
         was. Raises ResidencyError (absent, in use), and what the reader or the copy raised.
         """
         with self.moving:
+            self._check_movable(row)
             restored = self._host_copy(row, expert)
             with self.residency.lock:
                 self.residency.evict(row, expert)
                 self._host[row][expert] = restored
             return self.move_bytes(row, swaps=True) - self.formats[row].expert_bytes
+
+    def _check_movable(self, row: int) -> None:
+        if self.formats[row].takes_over:
+            raise ResidencyError(
+                f"experts of row {row} ({self.formats[row].name}) cannot move: load with other kernels"
+            )
 
     def move_bytes(self, row: int, *, swaps: bool) -> int:
         """Bytes that a promotion moves; with `swaps` also those that restoring its victim's host copy moves."""
@@ -320,6 +340,9 @@ class ExpertStore:
         held = sum(
             t.numel() * t.element_size() for row in self._host for weights in row if weights for t in weights.values()
         )
+        for row, fmt in zip(self._host, self.formats, strict=True):
+            if fmt.takes_over:  # about: in a form of its own, of which nothing is known
+                held += fmt.expert_bytes * sum(weights is not None for weights in row)
         return held + (0 if self.cache is None else self.cache.held_bytes)
 
     def check_integrity(self) -> None:

@@ -1,8 +1,9 @@
 """How a layer's experts are held and computed: one class per way, behind one contract.
 
-    plain    parameters as Transformers has them, computed by torch's operators with the bits of its eager loops
-    packed   packed for the compiled kernels; float and quantised
-    stored   quantised as checkpoints store them, computed by torch: where there is no compiler
+    plain       parameters as Transformers has them, computed by torch's operators with the bits of its eager loops
+    packed      packed for the compiled kernels; float and quantised
+    stored      quantised as checkpoints store them, computed by torch: where there is no compiler
+    kt_kernel   handed to kt-kernel's extension, where it is asked for
 
 Which of them a model gets, and why, is `choice.py`'s.
 """

@@ -25,7 +25,7 @@ from hotset.runtime.expert_formats.stored import StoredFormat
 
 FormatRequest = Literal["auto", "float", "int8", "int4_g32", "int4_g128"]
 """auto: as the checkpoint has them. float: in the model's dtype. The others: quantised at load."""
-KernelRequest = Literal["auto", "compiled", "torch"]
+KernelRequest = Literal["auto", "compiled", "torch", "kt-kernel"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FormatChoice:
 
     formats: list[ExpertFormat]
     kernels: str
-    """"compiled", "torch", or both where rows differ."""
+    """"compiled", "torch", both where rows differ, or "kt-kernel"."""
     reason: str
 
     @property
@@ -50,11 +50,14 @@ def choose_formats(
     kernels: KernelRequest = "auto",
     training: bool = False,
     from_disk: bool = False,
+    moves: bool = False,
 ) -> FormatChoice:
     """quantised: a row's spec where its experts are held quantised, None where they are float. training: gradients go
-    through. from_disk: experts pass through a host cache, so that many are computed once per read.
+    through. from_disk: experts pass through a host cache, so that many are computed once per read. moves: experts may
+    move while serving.
 
-    Raises ModelError (unknown request, kernels that know no gradients asked for with training), OpsError (a module
+    Raises ModelError (unknown request, kernels that know no gradients asked for with training, or kt-kernel with what
+    it cannot do), OpsError (a module
     that the kernels do not compute, and they were asked for, or its experts are quantised), BackendError (forced
     kernels that are not to be had).
     """
@@ -66,9 +69,14 @@ def choose_formats(
             raise ModelError(
                 "training is refused: quantised experts know no gradients: load with expert_format='float'"
             )
-        if kernels == "compiled":
-            raise ModelError("kernels='compiled' and training exclude each other: they know no gradients")
+        if kernels not in ("auto", "torch"):
+            raise ModelError(f"kernels={kernels!r} and training exclude each other: they know no gradients")
         return _plain(layers, "training: gradients go through torch's operators")
+    if kernels == "kt-kernel":
+        if moves or from_disk:
+            what = "moves between tiers" if moves else "a tier on disk"
+            raise ModelError(f"kernels='kt-kernel' and {what} exclude each other: it keeps what it is given")
+        return _in_kt_kernel(layers, quantised)
     if not pairs:
         return _float(layers, kernels, from_disk)
     stored = _quantised(pairs, kernels)
@@ -137,6 +145,14 @@ def _quantised(pairs: Sequence[tuple[ExpertLayer, LayerSpec]], kernels: KernelRe
         return FormatChoice([StoredFormat(*pair) for pair in pairs], "torch", f"dequantised for every call: {why}")
     _require_compiled()
     return FormatChoice([PackedFormat(*pair) for pair in pairs], "compiled", backend().reason)
+
+
+def _in_kt_kernel(layers: Sequence[ExpertLayer], quantised: Sequence[LayerSpec | None]) -> FormatChoice:
+    from hotset.runtime.expert_formats.kt_kernel import KtKernelFormat
+
+    specs = [spec or spec_of(layer.module, layer.parameters) for layer, spec in zip(layers, quantised, strict=True)]
+    formats: list[ExpertFormat] = [KtKernelFormat(*pair) for pair in zip(layers, specs, strict=True)]
+    return FormatChoice(formats, "kt-kernel", "asked for: experts on the host are handed to kt-kernel, others are not")
 
 
 def _plain(layers: Sequence[ExpertLayer], reason: str) -> FormatChoice:

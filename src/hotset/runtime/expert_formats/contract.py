@@ -46,6 +46,10 @@ class ExpertFormat(abc.ABC):
     """Whether `moe`, `rows` and `combine` are there, which compute many experts in one call; else each is asked for its
     `expert_rows`."""
 
+    takes_over: bool = False
+    """Whether a layer's host copies are handed to `take_over` once all are read, to stay where nothing can move them or
+    read them back. Of `moe`, `rows` and `combine` such a format has `rows`; what is in slots it does not compute."""
+
     def __init__(self, layer: ExpertLayer) -> None:
         self.layer = layer
 
@@ -66,6 +70,10 @@ class ExpertFormat(abc.ABC):
     @abc.abstractmethod
     def to_host(self, slot: ExpertTensors, target: ExpertTensors) -> None:
         """The inverse, byte for byte: CPU tensors of `device_shapes` into ones of `host_shapes`."""
+
+    def take_over(self, experts: Mapping[int, ExpertTensors]) -> None:
+        """Make copies of all host experts of the layer, expert -> tensors; the store lets go of these."""
+        raise NotImplementedError
 
     # -- computing -------------------------------------------------------------------------------------------------
 
