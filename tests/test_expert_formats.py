@@ -366,13 +366,13 @@ def text_of(model: Any) -> list[int]:
     return tokens
 
 
-def from_disk(folder: Path, options: dict[str, Any]) -> Any:
-    """The model with a host cache of nine experts, put in place of what a real budget would give."""
+def from_disk(folder: Path, options: dict[str, Any], cached: int = 9) -> Any:
+    """The model with a host cache of so many of its 16 experts, put in place of what a real budget would give."""
     from hotset.runtime import runtime as runtime_module
     from hotset.runtime.memory import buffer_bytes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime_module, "_cache_bytes", lambda formats, *_: 9 * buffer_bytes(formats[0].host_shapes))
+        patch.setattr(runtime_module, "_cache_bytes", lambda formats, *_: cached * buffer_bytes(formats[0].host_shapes))
         return hotset.load(folder, host_memory_bytes="1GiB", **options)
 
 
@@ -440,11 +440,15 @@ class TestChoice:
         assert (compute["format"], compute["kernels"]) == ("bf16, packed", "compiled")
         assert compute["reason"] == backend().reason
 
-    def test_experts_read_from_disk_are_not_packed_unless_asked_for(self, folder: Path) -> None:
+    def test_experts_read_from_disk_are_packed_where_most_stay_in_memory_or_if_asked_for(self, folder: Path) -> None:
         options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
         compute = from_disk(folder, options).hotset_report()["host_compute"]
         assert (compute["format"], compute["kernels"]) == ("bfloat16", "torch")
+        assert "56% of them in memory" in compute["reason"]
         if HAS_COMPILER:
+            most = from_disk(folder, options, cached=12)
+            assert most.hotset_report()["host_compute"]["format"] == "bf16, packed"
+            assert text_of(most) == text_of(hotset.load(folder, **options))
             forced = from_disk(folder, {**options, "kernels": "compiled"}).hotset_report()["host_compute"]
             assert forced["format"] == "bf16, packed"
 

@@ -125,7 +125,10 @@ def load(
     streaming = 0 if threshold.tokens is None else 2 * buffer_size(choice.formats, target)
     cache_bytes = _cache_bytes(choice.formats, mask, target, copies, budget, streaming)
     if cache_bytes is not None:
-        choice = choose_formats(skeleton.layers, specs, kernels=kernels, training=training, from_disk=True, moves=moves)
+        share = cache_bytes / _needed_bytes(choice.formats, mask, copies)
+        choice = choose_formats(
+            skeleton.layers, specs, kernels=kernels, training=training, cached_share=share, moves=moves
+        )
     formats = choice.formats
     source: ExpertSource = skeleton.reader
     if quantise_to is not None:
@@ -188,8 +191,7 @@ def _cache_bytes(
     if budget is None:
         return None
     sizes = np.array([buffer_bytes(fmt.host_shapes) for fmt in formats])
-    on_host = ~mask if copies.skip else np.ones_like(mask)
-    needed = int((on_host.sum(axis=1) * sizes).sum())
+    needed = _needed_bytes(formats, mask, copies)
     arena = int((mask.sum(axis=1) * sizes).sum()) if device.type == "cpu" else 0
     importlib.import_module("hotset.policies.demand")  # its compiler takes memory of its own
     taken = resident_bytes()
@@ -213,6 +215,13 @@ def _cache_bytes(
             f"{format_bytes(least)} are needed: give {format_bytes(budget - left + least)} or more"
         )
     return left
+
+
+def _needed_bytes(formats: list[ExpertFormat], mask: NDArray[np.bool_], copies: CopyPolicy) -> int:
+    """Of host memory for all experts that want a place there."""
+    on_host = ~mask if copies.skip else np.ones_like(mask)
+    sizes = [buffer_bytes(fmt.host_shapes) for fmt in formats]
+    return int((on_host.sum(axis=1) * sizes).sum())
 
 
 class Runtime:
