@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 
 import hotset  # noqa: E402
 from hotset.errors import BudgetError, CheckpointError, PolicyError, UnsupportedModelError  # noqa: E402
+from hotset.kernels import backend  # noqa: E402
 from hotset.runtime import loading as loading_module  # noqa: E402
 from hotset.runtime import runtime as runtime_module  # noqa: E402
 from hotset.runtime.adapting import Adaptation  # noqa: E402
@@ -65,6 +66,22 @@ def test_logits_from_disk_are_those_from_memory(checkpoints: dict[str, Path], fa
     total = report["experts"]["total"]
     assert report["experts"] == {"total": total, "gpu": 0, "host": 9, "disk": total - 9}
     bounded.hotset.store.check_integrity()
+
+
+@pytest.mark.usefixtures("only_experts_count")
+@pytest.mark.parametrize("kernels", ["torch", "compiled"] if backend().name == "compiled" else ["torch"])
+def test_a_prompt_reads_each_expert_once_however_few_fit(tmp_path: Path, kernels: Any) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path / "m", num_experts=24, dtype="bfloat16")
+    whole = hotset.load(folder, kernels=kernels)
+    size = buffer_bytes(whole.hotset.store.formats[0].host_shapes)
+    bounded = hotset.load(folder, kernels=kernels, host_memory_bytes=8 * size)
+    ids = torch.arange(3, 67)[None]
+    with torch.no_grad():
+        assert torch.equal(bounded(ids).logits, whole(ids).logits)
+    disk = bounded.hotset_report()["disk"]
+    assert disk["buffers"] == 8
+    assert disk["hits"] + disk["misses"] > 3 * 8
+    assert disk["loads"] == disk["misses"]
 
 
 @pytest.mark.usefixtures("only_experts_count")

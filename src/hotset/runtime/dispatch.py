@@ -95,13 +95,13 @@ class LayerDispatch:
         if not few:
             return self._expert_by_expert(hidden, ids, gate, experts)
         for expert in waiting:
-            ahead.step()
             tokens, positions = (ids == expert).nonzero(as_tuple=True)
             tensors, tier = store.acquire(row, expert)
             try:
                 rows[tokens, positions] = self.format.expert_rows(self.module, hidden[tokens], tensors)
             finally:
                 store.release(row, expert, tier)
+            ahead.step()
         return self.format.combine(hidden, ids, gate, rows)
 
     def _expert_by_expert(
@@ -112,13 +112,13 @@ class LayerDispatch:
         total = torch.zeros(hidden.shape)
         ahead = Ahead(store, row, experts)
         for expert in experts:
-            ahead.step()
             tokens, positions = (ids == expert).nonzero(as_tuple=True)
             weights, tier = store.acquire(row, expert)
             try:
                 self._add(total, expert, weights, hidden[tokens], gate[tokens, positions], tokens)
             finally:
                 store.release(row, expert, tier)
+            ahead.step()
         return total.to(hidden.dtype)
 
     def _add(
@@ -145,25 +145,25 @@ class LayerDispatch:
             parts = {}
             # what is in memory is computed while the rest is read; the order of the sum below stays
             for expert, at in sorted(picks, key=lambda pick: store.must_wait(row, pick[0])):
-                ahead.step()
                 weights, tier = store.acquire(row, expert)
                 try:
                     rows = self.format.expert_rows(module, hidden, weights)
                     parts[expert] = (rows * gate[:, at, None]).to(out.dtype)
                 finally:
                     store.release(row, expert, tier)
+                ahead.step()
             for expert, _ in picks:
                 out += parts[expert]
             return out
         picks_of = list(picks_by_expert(ids, self.runtime.num_experts))
         ahead = Ahead(store, row, [expert for expert, _, _ in picks_of])
         for expert, positions, tokens in picks_of:
-            ahead.step()
             weights, tier = store.acquire(row, expert)
             try:
                 part = self.format.expert_rows(module, hidden[tokens], weights) * gate[tokens, positions, None]
             finally:
                 store.release(row, expert, tier)
+            ahead.step()
             out.index_add_(0, tokens, part.to(out.dtype))
         return out
 
@@ -225,15 +225,15 @@ class LayerDispatch:
             ahead = Ahead(store, row, [expert for expert, _ in misses])
             computed, misses = self._misses_together(on_host, misses)
             for expert, tokens in misses:
-                ahead.step()
                 weights, tier = store.acquire(row, expert)
                 if tier is Tier.GPU:  # promoted since
                     on_device(expert, tokens, weights)
-                    continue
-                try:
-                    computed.append((expert, self.format.expert_rows(host_module, on_host[tokens], weights)))
-                finally:
-                    store.release(row, expert, tier)
+                else:
+                    try:
+                        computed.append((expert, self.format.expert_rows(host_module, on_host[tokens], weights)))
+                    finally:
+                        store.release(row, expert, tier)
+                ahead.step()
             if computed:
                 back = torch.cat([part for _, part in computed]).to(device, non_blocking=True)
                 rows_per_miss = torch.split(back, [len(part) for _, part in computed])
@@ -281,7 +281,7 @@ class Ahead:
         store.announce(row, experts[: self._next])
 
     def step(self) -> None:
-        """One more is about to be computed."""
+        """One was computed and released: announced before that, the next could cost one that waits its place."""
         if self._next < len(self._experts):
             self._store.announce(self._row, [self._experts[self._next]])
             self._next += 1
