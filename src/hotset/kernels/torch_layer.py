@@ -128,14 +128,19 @@ def expert_rows(spec: LayerSpec, matrices: Matrices, x: torch.Tensor) -> torch.T
     inner = torch.nn.functional.linear(x.to(first.dtype), first).float()
     if first_bias is not None:
         inner += first_bias
-    if spec.gated:
-        gate, up = inner.chunk(2, -1)
-        limit = spec.activation.limit
-        inner = activate(spec.activation, gate.clamp(max=limit)) * (up.clamp(-limit, limit) + spec.activation.up_offset)
-    else:
-        inner = activate(spec.activation, inner)
+    inner = between(spec, inner)
     out = torch.nn.functional.linear(inner.to(second.dtype), second).float()
     return out if second_bias is None else out + second_bias
+
+
+def between(spec: LayerSpec, inner: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """[n, F] float32 that goes into the second matrix, from what came out of the first, bias added: [n, 2F], or [n, F]
+    without a gate. interleaved: its gates and ups alternate."""
+    if not spec.gated:
+        return activate(spec.activation, inner)
+    gate, up = (inner[..., ::2], inner[..., 1::2]) if interleaved else inner.chunk(2, -1)
+    limit = spec.activation.limit
+    return activate(spec.activation, gate.clamp(max=limit)) * (up.clamp(-limit, limit) + spec.activation.up_offset)
 
 
 def activate(activation: Activation, x: torch.Tensor) -> torch.Tensor:
