@@ -125,25 +125,38 @@ def model_class_of(config: Any) -> Any:
     raise UnsupportedModelError(f"model type {config.model_type!r} has no causal language model in Transformers")
 
 
-def run_expert(module: nn.Module, rows: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def run_expert(
+    module: nn.Module,
+    rows: torch.Tensor,
+    weights: Mapping[str, torch.Tensor],
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """One expert's output, before its gate weight: rows [n, H] -> [n, H].
 
     weights: this expert's slice of each parameter. The same operations in the same order as the eager loops of
-    Transformers' model files, so that the bits are the same.
+    Transformers' model files, so that the bits are the same. multiply: (rows [n, K], matrix [N, K]) -> [n, N] in their
+    place, with other bits.
     """
     up_name = "gate_up_proj" if module.has_gate else "up_proj"
-    hidden = _project(module, rows, weights, up_name)
+    hidden = _project(module, rows, weights, up_name, multiply)
     hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)  # type: ignore[operator]
-    out = _project(module, hidden, weights, "down_proj")
+    out = _project(module, hidden, weights, "down_proj", multiply)
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)  # type: ignore[operator]
     return out
 
 
-def _project(module: nn.Module, rows: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+def _project(
+    module: nn.Module,
+    rows: torch.Tensor,
+    weights: Mapping[str, torch.Tensor],
+    name: str,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+) -> torch.Tensor:
     bias = weights[f"{name}_bias"] if module.has_bias else None
-    if module.is_transposed:
-        out = rows @ weights[name]
+    if multiply is not None or module.is_transposed:
+        matrix = weights[name]
+        out = rows @ matrix if multiply is None else multiply(rows, matrix.T if module.is_transposed else matrix)
         return out if bias is None else out + bias
     return nn.functional.linear(rows, weights[name], bias)
 
