@@ -4,7 +4,10 @@ run in each of them wherever its experts live."""
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import os
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,13 +19,23 @@ pytest.importorskip("transformers")
 
 import hotset  # noqa: E402
 from hotset.errors import BackendError, CheckpointError, ModelError, OpsError  # noqa: E402
-from hotset.kernels import ExpertWeights, LayerSpec, backend, dequantise, quantise  # noqa: E402
+from hotset.kernels import Backend, ExpertWeights, LayerSpec, backend, dequantise, quantise  # noqa: E402
 from hotset.kernels.modules import spec_of  # noqa: E402
 from hotset.models.experts import ExpertLayer, run_expert  # noqa: E402
 from hotset.runtime.adapting import Adaptation  # noqa: E402
-from hotset.runtime.expert_formats import PackedFormat, PlainFormat, StoredFormat  # noqa: E402
+from hotset.runtime.expert_formats import (  # noqa: E402
+    Int4Format,
+    Int8Format,
+    PackedFormat,
+    PlainFormat,
+    StoredFormat,
+    operators,
+    torch_packed,
+)
 from hotset.runtime.expert_formats.choice import choose_formats  # noqa: E402
+from hotset.runtime.expert_formats.operators import RowChoice  # noqa: E402
 from hotset.runtime.expert_formats.packed import PACKED  # noqa: E402
+from hotset.runtime.expert_formats.plain import WAYS as FLOAT_WAYS  # noqa: E402
 from hotset.runtime.memory import allocate_host  # noqa: E402
 from tests.tiny_models import make_checkpoint  # noqa: E402
 
@@ -193,6 +206,7 @@ class Quantised(FormatContract):
     """Quantised weights made from the layer's parameters; values are compared after dequantising."""
 
     format = "int8"
+    zero_points = False
     kind: ClassVar[Any] = StoredFormat
 
     @property
@@ -201,7 +215,9 @@ class Quantised(FormatContract):
 
     def made(self) -> tuple[Any, Source, ExpertLayer]:
         layer = make_layer(self.dtype, self.model_type)
-        spec = dataclasses.replace(spec_of(layer.module), format=self.format, transposed=False, scale_number="")
+        spec = dataclasses.replace(
+            spec_of(layer.module), format=self.format, transposed=False, scale_number="", zero_points=self.zero_points
+        )
         stored = []
         for expert in range(EXPERTS):
             values = {n: p[expert].float().numpy() for n, p in layer.parameters.items()}
@@ -246,6 +262,84 @@ class TestStoredMxfp4(Quantised):
     model_type = "gpt_oss"
 
 
+class ForTorch(Quantised):
+    """What torch's quantised operators compute, by each of their ways: bfloat16 activations, and for int4 scales."""
+
+    dtype = torch.bfloat16
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE["bf16"]
+
+    @pytest.mark.parametrize("count", [1, 5, 33])
+    def test_every_way_is_near_float32_arithmetic(self, count: int) -> None:
+        fmt, source, layer = self.made()
+        held = self.held(fmt, source)[1]
+        rows = torch.randn((count, HIDDEN), generator=torch.Generator().manual_seed(4)).to(self.dtype)
+        wanted = self.wanted_rows(source, layer, 1, rows)
+        seen = []
+        for way in fmt.WAYS:
+            fmt.choice = RowChoice((way,))
+            got = fmt.expert_rows(layer.module, rows, held)
+            assert (got - wanted).norm() <= self.tolerance * wanted.norm(), way
+            seen.append(got)
+        assert not torch.equal(seen[0], seen[2])  # it does change what is done
+
+    def test_gradients_are_refused(self) -> None:
+        fmt, source, layer = self.made()
+        rows = torch.zeros((1, HIDDEN), dtype=self.dtype, requires_grad=True)
+        with pytest.raises(ModelError, match="know no gradients: run under"):
+            fmt.expert_rows(layer.module, rows, self.held(fmt, source)[0])
+
+
+class TestInt8ForTorch(ForTorch):
+    kind = Int8Format
+
+
+class TestInt8ForTorchGptOss(TestInt8ForTorch):
+    """Interleaved, with biases."""
+
+    model_type = "gpt_oss"
+
+
+class TestInt4ForTorch(ForTorch):
+    format = "int4_g32"
+    kind = Int4Format
+
+
+class TestInt4ZerosForTorch(TestInt4ForTorch):
+    zero_points = True
+    model_type = "gpt_oss"
+
+
+class TestPlainByOtherWays(TestPlainFormat):
+    """float16 with the way of each number of rows measured; transposed, with biases."""
+
+    dtype = torch.float16
+    model_type = "gpt_oss"
+
+    @property
+    def tolerance(self) -> float:
+        return 4e-3
+
+    def made(self) -> tuple[Any, Source, ExpertLayer]:
+        _, source, layer = super().made()
+        return PlainFormat(layer, RowChoice(("swapped",))), source, layer
+
+    @pytest.mark.parametrize("way", FLOAT_WAYS)
+    @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+    def test_every_way_is_near_float32_arithmetic(self, way: str, model_type: str) -> None:
+        layer = make_layer(self.dtype, model_type)
+        fmt, source = PlainFormat(layer, RowChoice((way,))), Source(layer)
+        for count in (1, 4):
+            rows = torch.randn((count, HIDDEN), generator=torch.Generator().manual_seed(4)).to(self.dtype)
+            got = fmt.expert_rows(layer.module, rows, self.held(fmt, source)[1])
+            wanted = self.wanted_rows(source, layer, 1, rows)
+            assert got.dtype == self.dtype
+            assert (got.float() - wanted).norm() <= self.tolerance * wanted.norm()
+            assert torch.equal(got, run_expert(layer.module, rows, self.held(fmt, source)[1])) or way != "linear"
+
+
 @compiled
 class TestPackedInt8(TestStoredInt8):
     kind = PackedFormat
@@ -278,6 +372,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "float32", "kernels": "torch", "expert_format": "int8"},
     "int8, packed": {"dtype": "float32", "kernels": "compiled", "expert_format": "int8"},
     "int4, packed": {"dtype": "bfloat16", "kernels": "compiled", "expert_format": "int4_g32"},
+    "int4, for torch": {"dtype": "bfloat16", "kernels": "torch", "expert_format": "int4_g32"},
+    "bfloat16, no compiler": {"dtype": "bfloat16", "kernels": "auto"},
 }
 
 
@@ -291,8 +387,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Quantised experts go into a folder of the test's own; compiled kernels stay where they are."""
     monkeypatch.setattr("hotset.runtime.quantising.cache_directory", lambda: cache / "kernels")
+    monkeypatch.setattr("hotset.runtime.expert_formats.operators.cache_directory", lambda: cache / "kernels")
+    monkeypatch.setattr("hotset.runtime.expert_formats.operators._known", {})
     cache = tmp_path_factory.mktemp("cache")
     return cache
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotset.runtime.expert_formats.choice.backend", lambda: Backend("torch", "no compiler found"))
+
+
+@pytest.fixture
+def changing_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ways that differ by one row, whatever is faster here, so that a wrong count of rows changes bits."""
+
+    def changing(_question: Any, ways: Any, *_: Any) -> RowChoice:
+        return RowChoice(tuple(list(ways)[:3]), (1, 2))
+
+    for module in ("plain", "torch_packed"):
+        monkeypatch.setattr(f"hotset.runtime.expert_formats.{module}.fastest_by_rows", changing)
 
 
 def logits(model: Any, tokens: int) -> Any:
@@ -302,9 +416,10 @@ def logits(model: Any, tokens: int) -> Any:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_skipping_the_host_copies_changes_no_bit(folder: Path, way: str, share: float) -> None:
-    if WAYS[way]["kernels"] == "compiled" and not HAS_COMPILER:
-        pytest.skip(f"no compiled kernels: {backend().reason}")
+def test_skipping_the_host_copies_changes_no_bit(
+    folder: Path, way: str, share: float, changing_ways: None, request: pytest.FixtureRequest
+) -> None:
+    ready(way, request)
     rng = np.random.default_rng(1234)
     mask = rng.permuted(np.arange(8)[None].repeat(2, 0), axis=1) < 8 * share
     skipped, kept = (
@@ -322,10 +437,22 @@ def test_skipping_the_host_copies_changes_no_bit(folder: Path, way: str, share: 
         model.hotset.store.check_integrity()
 
 
-@pytest.mark.parametrize(("way", "tolerance"), [("float32, packed", 1e-5), ("bfloat16, packed", 0.02), ("int8", 0.02)])
-def test_logits_are_near_those_of_float32(folder: Path, way: str, tolerance: float) -> None:
+def ready(way: str, request: pytest.FixtureRequest) -> None:
+    """Skip where this machine has not what the way needs; take it away where the way is to do without."""
     if WAYS[way]["kernels"] == "compiled" and not HAS_COMPILER:
         pytest.skip(f"no compiled kernels: {backend().reason}")
+    if way.endswith("no compiler"):
+        request.getfixturevalue("no_compiler")
+
+
+@pytest.mark.parametrize(
+    ("way", "tolerance"),
+    [("float32, packed", 1e-5), ("bfloat16, packed", 0.02), ("int8", 0.02), ("bfloat16, no compiler", 0.02)],
+)
+def test_logits_are_near_those_of_float32(
+    folder: Path, way: str, tolerance: float, request: pytest.FixtureRequest
+) -> None:
+    ready(way, request)
     plain = hotset.load(folder, device="cpu", dtype="float32")
     other = hotset.load(folder, device="cpu", **WAYS[way])
     for tokens in PROMPTS:
@@ -333,9 +460,11 @@ def test_logits_are_near_those_of_float32(folder: Path, way: str, tolerance: flo
         assert (got - wanted).norm() <= tolerance * wanted.norm()
 
 
-@compiled
-@pytest.mark.parametrize("way", [way for way in WAYS if "packed" in way])
-def test_text_is_the_same_while_experts_move_and_from_disk(folder: Path, way: str) -> None:
+@pytest.mark.parametrize("way", [way for way in WAYS if "packed" in way or "for torch" in way])
+def test_text_is_the_same_while_experts_move_and_from_disk(
+    folder: Path, way: str, changing_ways: None, request: pytest.FixtureRequest
+) -> None:
+    ready(way, request)
     options = {**WAYS[way], "device": "cpu"}
     mask = np.zeros((2, 8), np.bool_)
     mask[:, :3] = True
@@ -479,18 +608,63 @@ class TestChoice:
         with pytest.raises(ModelError, match=message):
             hotset.load(folder, device="cpu", **options)
 
-    def test_forced_kernels_that_are_not_there_are_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from hotset.kernels import Backend
-
-        monkeypatch.setattr(
-            "hotset.runtime.expert_formats.choice.backend", lambda: Backend("torch", "no compiler found")
-        )
+    def test_forced_kernels_that_are_not_there_are_an_error(self, no_compiler: None) -> None:
         layer = make_layer(torch.bfloat16)
         with pytest.raises(BackendError, match="asked for, but: no compiler found"):
             choose_formats([layer], [None], kernels="compiled")
-        assert choose_formats([layer], [None]).reason == "no compiler found"
+
+    def test_without_a_compiler_the_operators_are_measured_and_shown(
+        self, folder: Path, no_compiler: None, changing_ways: None
+    ) -> None:
+        compute = hotset.load(folder, device="cpu", dtype="bfloat16").hotset_report()["host_compute"]
+        assert compute == {
+            "format": "bfloat16",
+            "kernels": "torch",
+            "reason": "no compiler found: linear to 1 row, mv to 2 rows, swapped beyond (measured)",
+        }
+        model = hotset.load(folder, device="cpu", dtype="bfloat16", expert_format="int4_g32")
+        compute = model.hotset_report()["host_compute"]
+        assert compute["format"] == "int4_g32, int4pack"
+        assert compute["reason"].startswith("no compiler found: int4pack to 1 row, linear to 2 rows, float32 linear")
+
+    def test_float32_and_asked_for_torch_keep_the_eager_bits(self, no_compiler: None) -> None:
+        for dtype, kernels in ((torch.float32, "auto"), (torch.bfloat16, "torch")):
+            choice = choose_formats([make_layer(dtype)], [None], kernels=kernels)
+            assert choice.formats[0].choice is None
+            assert "eager" in choice.reason
+
+    @pytest.mark.parametrize(
+        ("spec", "reason"),
+        [
+            (LayerSpec("int8", 4, 24, 32), "int8pack wants hidden and intermediate in multiples of 16, not 24, 32"),
+            (LayerSpec("int4_g32", 4, 64, 48), r"columns of 32: down is \[64, 48\]"),
+            (LayerSpec("int4_g128", 4, 64, 128), r"columns of 128: gate_up is \[256, 64\]"),
+            (LayerSpec("int4_g32", 4, 64, 4, gated=False), r"rows in multiples of 16 .*: gate_up is \[4, 64\]"),
+            (LayerSpec("mxfp4", 4, 64, 32), "torch has no operator for mxfp4"),
+            (LayerSpec("fp8_block128", 4, 64, 32), "torch has no operator for fp8_block128"),
+        ],
+    )
+    def test_what_the_operators_do_not_take_is_dequantised_for_every_call(self, spec: LayerSpec, reason: str) -> None:
+        choice = choose_formats([make_layer(torch.bfloat16)], [spec], kernels="torch")
+        assert type(choice.formats[0]) is StoredFormat
+        assert re.search(f"asked for: dequantised for every call, for .*{reason}", choice.reason)
+
+    def test_a_float32_model_keeps_float32_arithmetic(self) -> None:
         spec = LayerSpec("int8", EXPERTS, HIDDEN, INNER)
-        assert isinstance(choose_formats([layer], [spec]).formats[0], StoredFormat)
+        choice = choose_formats([make_layer(torch.float32)], [spec], kernels="torch")
+        assert type(choice.formats[0]) is StoredFormat
+        assert "a float32 model keeps float32 arithmetic" in choice.reason
+
+    def test_an_operator_that_is_wrong_here_is_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def wrong(x: Any, *_: Any) -> Any:
+            return torch.ones((len(x), 64))
+
+        monkeypatch.setattr(torch, "_weight_int8pack_mm", wrong)
+        torch_packed._int8pack_problem.cache_clear()
+        try:
+            assert "int8pack is off by" in Int8Format.refusal(LayerSpec("int8", 4, 64, 32))
+        finally:
+            torch_packed._int8pack_problem.cache_clear()
 
     @compiled
     def test_gradients_through_the_kernels_are_refused(self) -> None:
@@ -501,6 +675,161 @@ class TestChoice:
         held[0][PACKED].zero_()
         with pytest.raises(ModelError, match="know no gradients: load with training=True"):
             fmt.rows(hidden, torch.zeros((1, 1), dtype=torch.int64), held)
+
+
+class TestPacking:
+    """Of int4pack."""
+
+    @pytest.mark.parametrize(
+        ("rows", "k", "nested"), [(128, 64, True), (96, 64, False), (80, 96, False), (16, 32, True)]
+    )
+    def test_it_is_undone(self, rows: int, k: int, nested: bool) -> None:
+        stored = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        found = torch_packed.packing(rows, k)
+        assert (found.order is None) is (found.strides is not None)
+        nibbles = torch.stack([stored & 15, stored >> 4], -1).view(rows, k)
+        assert torch.equal(found.unpacked(found.packed(stored)), nibbles)
+        if torch.backends.cpu.get_cpu_capability() == "AVX512":
+            assert (found.strides is not None) is nested
+
+    @pytest.mark.parametrize("is_rearrangement", [True, False])
+    def test_it_is_found_whatever_it_is(self, monkeypatch: pytest.MonkeyPatch, is_rearrangement: bool) -> None:
+        order = torch.randperm(64 * 256, generator=torch.Generator().manual_seed(0))
+
+        def pack(nibbles: Any) -> Any:
+            flat = nibbles.view(-1)[order].to(torch.uint8) ^ (0 if is_rearrangement else 8)
+            return flat[::2] | flat[1::2] << 4
+
+        monkeypatch.setattr(torch_packed, "_pack", pack)
+        caches = (torch_packed.packing, torch_packed._int4pack_problem)
+        for cache in caches:
+            cache.cache_clear()
+        try:
+            problem = torch_packed._int4pack_problem()
+            assert problem is not None  # the operator itself has another packing
+            if is_rearrangement:
+                nibbles = torch.randint(0, 16, (64, 256), dtype=torch.uint8)
+                assert torch.equal(torch_packed.packing(64, 256).unpacked(pack(nibbles)), nibbles)
+                assert "off by" in problem
+            else:
+                assert "no rearrangement of the codes" in problem
+        finally:
+            for cache in caches:
+                cache.cache_clear()
+
+    def test_groups_of_128_give_back_their_bytes_and_values(self) -> None:
+        layer = make_layer(torch.bfloat16)
+        spec = LayerSpec("int4_g128", 4, 128, 128, zero_points=True, scale_number="fp16")
+        generator = np.random.default_rng(0)
+        stored = quantise(spec, *(generator.standard_normal(shape, np.float32) for shape in ((256, 128), (128, 128))))
+        fmt = Int4Format(layer, spec, RowChoice(("int4pack",)))
+        held = allocate_host(fmt.host_shapes)
+        fmt.read(Source(layer, [stored]), 0, 0, held)
+        for name, tensor in fmt.to_device(held).items():
+            assert np.array_equal(tensor.numpy(), getattr(stored, name)), name
+        rows = torch.randn((3, 128), generator=torch.Generator().manual_seed(1)).bfloat16()
+        wanted = fmt.device_rows(layer.module, rows, fmt.to_device(held))
+        assert (fmt.expert_rows(layer.module, rows, held) - wanted).norm() <= TOLERANCE["bf16"] * wanted.norm()
+
+
+class TestRowChoice:
+    def test_a_bound_belongs_to_the_way_before_it(self) -> None:
+        choice = RowChoice(("mv", "linear", "swapped"), (2, 8))
+        assert [choice(rows) for rows in (1, 2, 3, 8, 9, 1000)] == [
+            "mv",
+            "mv",
+            "linear",
+            "linear",
+            "swapped",
+            "swapped",
+        ]
+        assert str(choice) == "mv to 2 rows, linear to 8 rows, swapped beyond"
+        assert str(RowChoice(("mv", "linear"), (1,))) == "mv to 1 row, linear beyond"
+        assert str(RowChoice(("linear",))) == "linear"
+
+    def test_another_way_must_win_by_a_twentieth(self) -> None:
+        seconds = {"plain": {1: 1.0, 2: 1.0, 4: 2.0, 8: 3.0}, "other": {1: 0.94, 2: 0.96, 4: 1.5, 8: 9.0}}
+        assert RowChoice.of_seconds(seconds) == RowChoice(("other", "plain", "other", "plain"), (1, 2, 4))
+
+    def test_a_way_that_was_given_up_is_not_taken_again(self) -> None:
+        seconds = {"plain": {1: 2.0, 16: 40.0}, "other": {1: 3.0, 16: 3.0, 32: 3.5}}
+        assert RowChoice.of_seconds(seconds) == RowChoice(("plain", "other"), (1,))
+
+    def test_only_so_many_rows_are_tried(self) -> None:
+        ran: list[tuple[str, int]] = []
+        operators.seconds_by_rows({"a": 8, "b": 2}, lambda way, rows: ran.append((way, rows)), rows=(1, 2, 4, 16))
+        assert set(ran) == {("a", 1), ("a", 2), ("a", 4), ("b", 1), ("b", 2)}
+
+
+class TestMeasuredOnce:
+    """Two ways of which the second is faster: by a clock of the test's own."""
+
+    WAYS: ClassVar[Any] = {"slow": 1 << 30, "fast": 1 << 30}
+
+    @pytest.fixture
+    def times(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """One entry per time that was measured."""
+        measured: list[int] = []
+
+        def seconds(ways: Any, run: Any, rows: Any) -> Any:
+            measured.append(1)
+            return {"slow": {1: 2.0, 8: 2.0}, "fast": {1: 1.0, 8: 3.0}}
+
+        monkeypatch.setattr(operators, "seconds_by_rows", seconds)
+        return measured
+
+    def ask(self, question: str = "q", *, fresh: bool = True) -> RowChoice:
+        if fresh:
+            operators._known.clear()
+        return operators.fastest_by_rows({"experts": question}, self.WAYS, lambda: lambda way, rows: None)
+
+    def test_the_file_is_read_back(self, own_cache: Path, times: list[int]) -> None:
+        wanted = RowChoice(("fast", "slow"), (1,))
+        assert [self.ask(), self.ask(), self.ask(fresh=False)] == [wanted] * 3
+        assert len(times) == 1
+        (made,) = (own_cache / "operators").iterdir()
+        assert json.loads(made.read_text())["asked"]["torch"] == torch.__version__
+
+    def test_another_question_or_machine_is_measured(
+        self, own_cache: Path, times: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.ask()
+        self.ask("other")
+        monkeypatch.setattr(operators, "cpu", lambda: "another CPU")
+        self.ask()
+        assert len(times) == len(list((own_cache / "operators").iterdir())) == 3
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda text, found: text[: len(text) // 2],
+            lambda text, found: "[]",
+            lambda text, found: json.dumps({**found, "asked": {**found["asked"], "threads": 99}}),
+            lambda text, found: json.dumps({**found, "chosen": ["fast", "unheard of"]}),
+            lambda text, found: json.dumps({**found, "chosen": "fast"}),
+            lambda text, found: json.dumps({**found, "chosen": [["fast"], "slow"]}),
+            lambda text, found: json.dumps({**found, "bounds": [1, 2]}),
+            lambda text, found: json.dumps({**found, "bounds": ["1"]}),
+            lambda text, found: json.dumps({**found, "chosen": ["fast", "slow", "fast"], "bounds": [2, 1]}),
+        ],
+    )
+    def test_a_damaged_or_foreign_file_is_measured_anew(self, own_cache: Path, times: list[int], change: Any) -> None:
+        wanted = self.ask()
+        (made,) = (own_cache / "operators").iterdir()
+        text = made.read_text()
+        made.write_text(change(text, json.loads(text)))
+        assert self.ask() == wanted
+        assert len(times) == 2
+        assert made.read_text() == text
+
+    def test_a_folder_that_cannot_be_written_is_no_failure(
+        self, own_cache: Path, times: list[int], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (own_cache / "operators").write_text("a file in the way")
+        with caplog.at_level(logging.WARNING, "hotset.runtime"):
+            assert self.ask() == self.ask(fresh=False) == RowChoice(("fast", "slow"), (1,))
+        assert "is not kept" in caplog.text
+        assert len(times) == 1
 
 
 @compiled

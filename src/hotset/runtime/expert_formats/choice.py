@@ -1,14 +1,14 @@
 """Which format a model's experts get, resolved once with its reason.
 
-Knows: what was asked for, what the checkpoint holds, which kernels this machine has. Measures nothing: the compiled
-kernels were faster than torch in every case that `benchmarks/bench_decode.py` measures; where a CPU has AMX, see
-`hotset.kernels.measure_crossover`.
+Knows: what was asked for, what the checkpoint holds, which kernels this machine has. The compiled kernels were faster
+than torch in every case that `benchmarks/bench_decode.py` measures; which of torch's operators stand in for them where
+they cannot be had is measured, once (`operators.py`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -20,8 +20,8 @@ from hotset.kernels.modules import spec_of
 from hotset.models.experts import ExpertLayer
 from hotset.runtime.expert_formats.contract import ExpertFormat
 from hotset.runtime.expert_formats.packed import PackedFormat
-from hotset.runtime.expert_formats.plain import PlainFormat
-from hotset.runtime.expert_formats.stored import StoredFormat
+from hotset.runtime.expert_formats.plain import PlainFormat, measured_plain
+from hotset.runtime.expert_formats.torch_packed import held_for_torch
 
 FormatRequest = Literal["auto", "float", "int8", "int4_g32", "int4_g128"]
 """auto: as the checkpoint has them. float: in the model's dtype. The others: quantised at load."""
@@ -111,7 +111,7 @@ def _float(layers: Sequence[ExpertLayer], kernels: KernelRequest, cached_share: 
         why = "packing each for few uses would cost more than it saves"
         return _plain(layers, f"experts read from disk, {cached_share:.0%} of them in memory: {why}")
     if not forced and backend().name == "torch":
-        return _plain(layers, backend().reason)
+        return _measured(layers, backend().reason)
     _require_compiled()
     try:
         specs = [spec_of(module, layer.parameters) for layer in layers for module in layer.modules]
@@ -146,7 +146,8 @@ def quantised_specs(layers: Sequence[ExpertLayer], request: FormatRequest) -> li
 def _quantised(pairs: Sequence[tuple[ExpertLayer, LayerSpec]], kernels: KernelRequest) -> FormatChoice:
     if kernels == "torch" or (kernels == "auto" and backend().name == "torch"):
         why = "asked for" if kernels == "torch" else backend().reason
-        return FormatChoice([StoredFormat(*pair) for pair in pairs], "torch", f"dequantised for every call: {why}")
+        formats, reasons = zip(*(held_for_torch(*pair) for pair in pairs), strict=True)
+        return FormatChoice(list(formats), "torch", f"{why}: {_joined(reasons)}")
     _require_compiled()
     return FormatChoice([PackedFormat(*pair) for pair in pairs], "compiled", backend().reason)
 
@@ -157,6 +158,17 @@ def _in_kt_kernel(layers: Sequence[ExpertLayer], quantised: Sequence[LayerSpec |
     specs = [spec or spec_of(layer.module, layer.parameters) for layer, spec in zip(layers, quantised, strict=True)]
     formats: list[ExpertFormat] = [KtKernelFormat(*pair) for pair in zip(layers, specs, strict=True)]
     return FormatChoice(formats, "kt-kernel", "asked for: experts on the host are handed to kt-kernel, others are not")
+
+
+def _measured(layers: Sequence[ExpertLayer], reason: str) -> FormatChoice:
+    """Float experts where there is nothing but torch, and the bits of the eager loops are not promised."""
+    formats = [measured_plain(layer) or PlainFormat(layer) for layer in layers]
+    ways = [f"{fmt.choice} (measured)" for fmt in formats if fmt.choice is not None]
+    return FormatChoice(list(formats), "torch", f"{reason}: {_joined(ways)}" if ways else reason)
+
+
+def _joined(reasons: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(reasons))
 
 
 def _plain(layers: Sequence[ExpertLayer], reason: str) -> FormatChoice:
