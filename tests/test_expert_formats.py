@@ -34,7 +34,7 @@ from hotset.runtime.expert_formats import (  # noqa: E402
 )
 from hotset.runtime.expert_formats.choice import choose_formats  # noqa: E402
 from hotset.runtime.expert_formats.operators import RowChoice  # noqa: E402
-from hotset.runtime.expert_formats.packed import PACKED  # noqa: E402
+from hotset.runtime.expert_formats.packed import PACKED, measured_crossover  # noqa: E402
 from hotset.runtime.expert_formats.plain import WAYS as FLOAT_WAYS  # noqa: E402
 from hotset.runtime.memory import allocate_host  # noqa: E402
 from tests.tiny_models import make_checkpoint  # noqa: E402
@@ -199,6 +199,18 @@ class TestPackedGptOss(TestPackedFloat):
     """Transposed, interleaved, with biases."""
 
     dtype = torch.bfloat16
+    model_type = "gpt_oss"
+
+
+class TestPackedByTorch(TestPackedBfloat):
+    """Unpacked for every call, as many rows are where the CPU has AMX."""
+
+    def made(self) -> tuple[Any, Source, ExpertLayer]:
+        layer = make_layer(self.dtype, self.model_type)
+        return PackedFormat(layer, spec_of(layer.module), alone_from_rows=1), Source(layer), layer
+
+
+class TestPackedByTorchGptOss(TestPackedByTorch):
     model_type = "gpt_oss"
 
 
@@ -503,6 +515,86 @@ def from_disk(folder: Path, options: dict[str, Any], cached: int = 9) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime_module, "_cache_bytes", lambda formats, *_: cached * buffer_bytes(formats[0].host_shapes))
         return hotset.load(folder, host_memory_bytes="1GiB", **options)
+
+
+@compiled
+class TestManyRowsOfAnExpert:
+    """Computed by torch where that is faster, here from 3 rows on: by the rows in the call, and nothing else."""
+
+    IDS = torch.randint(3, 128, (1, 40), generator=torch.Generator().manual_seed(0))
+
+    @pytest.fixture
+    def from_three_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hotset.runtime.expert_formats.choice.measured_crossover", lambda *_: 3)
+
+    def test_residency_changes_no_bit(self, folder: Path, from_three_rows: None) -> None:
+        options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
+        mask = np.tile(np.arange(8) % 2 == 0, (2, 1))
+        nothing = hotset.load(folder, **options)
+        assert nothing.hotset_report()["host_compute"]["reason"].endswith(
+            "torch from 3 rows of an expert on (measured)"
+        )
+        others = [hotset.load(folder, plan=mask, skip_gpu_expert_cpu_copy=skip, **options) for skip in ("on", "off")]
+        others.append(hotset.load(folder, plan=mask, gpu_prefill_token_threshold=2, **options))
+        others.append(from_disk(folder, {**options, "kernels": "compiled"}))  # "auto" does not pack what is on disk
+        for fmt in others[-1].hotset.store.formats:
+            fmt.alone_from_rows = 3
+        by_kernels = hotset.load(folder, kernels="compiled", **options)
+        assert {fmt.alone_from_rows for fmt in by_kernels.hotset.store.formats} == {None}
+        for ids in (PROMPTS[1], PROMPTS[7], self.IDS[:, :16], self.IDS):
+            with torch.inference_mode():
+                wanted = nothing(input_ids=ids).logits
+                for other in others:
+                    assert torch.equal(other(input_ids=ids).logits, wanted)
+                plain = by_kernels(input_ids=ids).logits
+            assert torch.equal(plain, wanted) is (ids.shape[1] < 3)
+            assert (plain - wanted).norm() <= 0.02 * wanted.norm()
+
+    def test_they_are_none_of_those_that_are_computed_together(self, folder: Path, from_three_rows: None) -> None:
+        model = hotset.load(folder, dtype="bfloat16", device="cpu")
+        dispatch = model.hotset.layers[0].module.hotset_layer
+        hidden = torch.randn((4, 64), generator=torch.Generator().manual_seed(0)).bfloat16()
+        misses = [(1, torch.tensor([0, 2])), (4, torch.tensor([0, 1, 3])), (6, torch.tensor([3]))]
+        together, alone = dispatch._misses_together(hidden, misses)
+        assert [(expert, len(rows)) for expert, rows in together] == [(1, 2), (6, 1)]
+        assert [expert for expert, _ in alone] == [4]
+
+    @pytest.mark.parametrize(
+        ("kernels", "by_torch", "wanted"),
+        [
+            ([1, 2, 4], [2, 1, 3], 33),
+            ([2, 2, 4], [1, 1, 3], 32),
+            ([1, 2, 3], [2, 1, 3], None),
+            ([1, 1, 1], [2, 2, 2], None),
+        ],
+    )
+    def test_the_crossover_is_where_torch_wins_and_stays_ahead(
+        self, monkeypatch: pytest.MonkeyPatch, kernels: list[int], by_torch: list[int], wanted: int | None
+    ) -> None:
+        seconds = {
+            way: dict(zip((32, 64, 128), map(float, times), strict=True))
+            for way, times in (("packed", kernels), ("torch", by_torch))
+        }
+        monkeypatch.setattr(operators, "seconds_by_rows", lambda *_: seconds)
+        monkeypatch.setattr("hotset.runtime.expert_formats.packed.has_amx", lambda: True)
+        layer = make_layer(torch.bfloat16)
+        assert measured_crossover(layer, spec_of(layer.module)) == wanted
+        assert measured_crossover(layer, LayerSpec("int8", EXPERTS, HIDDEN, INNER)) is None
+
+    def test_it_is_measured_by_running_both(self, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+        monkeypatch.setattr("hotset.runtime.expert_formats.packed.has_amx", lambda: True)
+        layer = make_layer(torch.bfloat16, "gpt_oss")
+        found = measured_crossover(layer, spec_of(layer.module))
+        (made,) = (own_cache / "operators").iterdir()
+        seconds = json.loads(made.read_text())["seconds"]
+        assert seconds["packed"].keys() == {"32", "64", "128", "256", "512"}
+        assert found is None or found >= 32
+
+    def test_without_amx_nothing_is_measured(self, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+        monkeypatch.setattr("hotset.runtime.expert_formats.packed.has_amx", lambda: False)
+        layer = make_layer(torch.bfloat16)
+        assert measured_crossover(layer, spec_of(layer.module)) is None
+        assert not (own_cache / "operators").exists()
 
 
 class TestQuantisedAtLoad:

@@ -7,7 +7,7 @@ lies, so that there is one owner of that (`layer.py` for itself, the runtime's s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -76,14 +76,16 @@ class PackedKernel:
                 floats = np.where(there, numbers_to_float(bias, self.spec.bias)[rows], np.float32(0))
                 packed[matrix.bias_at :][: len(rows) * 4].view(np.float32)[:] = floats
 
-    def unpack(self, packed: NDArray[np.uint8]) -> ExpertWeights:
-        """The expert as it was packed, byte for byte, in new NumPy arrays of the shapes in `ExpertWeights`."""
+    def unpack(self, packed: NDArray[np.uint8], into: Mapping[str, NDArray[Any]] | None = None) -> ExpertWeights:
+        """The expert as it was packed, byte for byte, in NumPy arrays of the shapes in `ExpertWeights`: new ones, but
+        for the "gate_up" and "down" of `into`."""
         self.check(packed)
         spec, layout = self.spec, self.spec.layout
         parts: dict[str, Any] = {}
         for name, matrix in (("gate_up", layout.first), ("down", layout.second)):
             shape = matrix.rows, matrix.row_bytes // np.dtype(spec.kind.dtype).itemsize
-            parts[name] = np.empty(shape[::-1] if spec.transposed else shape, spec.kind.dtype)
+            shape = shape[::-1] if spec.transposed else shape
+            parts[name] = np.empty(shape, spec.kind.dtype) if into is None else into[name]
             native.unpack(packed, parts[name].T if spec.transposed else parts[name], matrix, self._flip)
             if matrix.scales_at >= 0:
                 scales = _rows_of(_by_group(packed, matrix, matrix.scales_at, NUMBER_DTYPES[spec.scale_number]), matrix)

@@ -77,7 +77,10 @@ class LayerDispatch:
         store, row, num_experts = self.runtime.store, self.row, self.runtime.num_experts
         ids, order = ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts).sort(dim=1)
         gate = gate.gather(1, order)
-        experts = [expert for expert in np.unique(ids.numpy()).tolist() if expert < num_experts]
+        found, counts = np.unique(ids.numpy(), return_counts=True)
+        experts = [expert for expert in found.tolist() if expert < num_experts]
+        if any(self._alone(count) for count in counts[: len(experts)].tolist()):
+            return self._expert_by_expert(hidden, ids, gate, experts)
         ready, waiting = store.acquire_ready(row, experts)
         few = len(hidden) <= _FEW_TOKENS
         try:
@@ -130,10 +133,17 @@ class LayerDispatch:
         mass: torch.Tensor,
         tokens: torch.Tensor,
     ) -> None:
-        """Add one expert's share to its tokens' sums, by the kernels: total [T, H] float32, rows [n, H], mass [n]."""
+        """Add one expert's share to its tokens' sums: total [T, H] float32, rows [n, H], mass [n]."""
         part = total[tokens]
+        if self._alone(len(tokens)):
+            total[tokens] = part + self.format.expert_rows(self.module, rows, weights) * mass[:, None].float()
+            return
         self.format.moe(rows, torch.full((len(tokens), 1), expert), mass[:, None], {expert: weights}, add_to=part)
         total[tokens] = part
+
+    def _alone(self, num_rows: int) -> bool:
+        """Whether an expert with so many rows in a call is none of those that are computed together."""
+        return self.format.alone_from_rows is not None and num_rows >= self.format.alone_from_rows
 
     def _on_one_device(self, hidden: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         store, row, module = self.runtime.store, self.row, self.module
@@ -256,7 +266,7 @@ class LayerDispatch:
         if not self.format.computes_together:
             return [], misses
         store, row = self.runtime.store, self.row
-        ready, _ = store.acquire_ready(row, [expert for expert, _ in misses])
+        ready, _ = store.acquire_ready(row, [expert for expert, tokens in misses if not self._alone(len(tokens))])
         try:
             on_host = {expert: weights for expert, (weights, tier) in ready.items() if tier is Tier.HOST}
             mine = [(expert, tokens) for expert, tokens in misses if expert in on_host]

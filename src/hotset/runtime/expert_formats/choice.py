@@ -19,7 +19,7 @@ from hotset.kernels import LayerSpec, backend
 from hotset.kernels.modules import spec_of
 from hotset.models.experts import ExpertLayer
 from hotset.runtime.expert_formats.contract import ExpertFormat
-from hotset.runtime.expert_formats.packed import PackedFormat
+from hotset.runtime.expert_formats.packed import PackedFormat, measured_crossover
 from hotset.runtime.expert_formats.plain import PlainFormat, measured_plain
 from hotset.runtime.expert_formats.torch_packed import held_for_torch
 
@@ -125,8 +125,10 @@ def _float(layers: Sequence[ExpertLayer], kernels: KernelRequest, cached_share: 
         first, *others = (next(by_row) for _ in layer.modules)
         if any(other != first for other in others):
             return _plain(layers, f"torch's operators: modules that share the experts of {layer.name} differ")
-        formats.append(PackedFormat(layer, first))
-    return FormatChoice(formats, "compiled", backend().reason)
+        alone = None if forced else measured_crossover(layer, first)
+        formats.append(PackedFormat(layer, first, alone_from_rows=alone))
+    handed = [f"torch from {f.alone_from_rows} rows of an expert on (measured)" for f in formats if f.alone_from_rows]
+    return FormatChoice(formats, "compiled", _joined([backend().reason, *handed]))
 
 
 def quantised_specs(layers: Sequence[ExpertLayer], request: FormatRequest) -> list[LayerSpec] | None:

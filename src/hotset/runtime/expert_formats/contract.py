@@ -50,6 +50,10 @@ class ExpertFormat(abc.ABC):
     """Whether a layer's host copies are handed to `take_over` once all are read, to stay where nothing can move them or
     read them back. Of `moe`, `rows` and `combine` such a format has `rows`; what is in slots it does not compute."""
 
+    alone_from_rows: int | None = None
+    """Where it computes together: an expert with so many rows in a call or more is computed by its `expert_rows`, and
+    by nothing else, for the bits differ. None = never."""
+
     def __init__(self, layer: ExpertLayer) -> None:
         self.layer = layer
 

@@ -1,6 +1,10 @@
 """Experts packed for the compiled kernels, float or quantised, computed many at a time.
 
 On another device an expert is what the kernels unpack: the module's own parameters, or quantised weights as stored.
+
+Where the CPU has AMX, which the kernels do not use and torch's products do, a float expert with many rows in a call is
+unpacked into a scratch and computed by torch. From how many rows on is measured once per machine (`operators.py`), and
+nothing else decides: whatever tier an expert is in, the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ from torch import nn
 
 from hotset.errors import ExpertNotOnHost, ModelError
 from hotset.kernels import ExpertWeights, LayerSpec, PackedKernel
+from hotset.kernels.build import cpu
 from hotset.kernels.call import Call, check_out
-from hotset.kernels.formats import as_buffer
+from hotset.kernels.formats import as_array, as_buffer
 from hotset.kernels.modules import expert_weights
 from hotset.models.experts import ExpertLayer, run_expert
 from hotset.runtime.expert_formats.contract import (
@@ -26,8 +31,12 @@ from hotset.runtime.expert_formats.contract import (
     num_bytes,
     parameter_shapes,
 )
-from hotset.runtime.expert_formats.stored import stored_rows, stored_shapes, stored_tensors
+from hotset.runtime.expert_formats.operators import Run, fastest_by_rows, rotation
+from hotset.runtime.expert_formats.stored import rows_through, stored_rows, stored_shapes, stored_tensors
+from hotset.runtime.memory import allocate_host
 
+_CROSSOVER_ROWS = (32, 64, 128, 256, 512)
+"""Fewer are the kernels': they are fed from memory, whoever computes."""
 PACKED = "packed"
 """The one tensor of a packed expert: [spec.layout.expert_bytes] uint8."""
 
@@ -35,13 +44,15 @@ PACKED = "packed"
 class PackedFormat(ExpertFormat):
     """Packed for, and computed by, the compiled kernels. Raises BackendError where those cannot be compiled.
 
-    spec: the layer's; quantised ones are read as stored, float ones by the module's parameters.
+    spec: the layer's; quantised ones are read as stored, float ones by the module's parameters. alone_from_rows: see
+    the contract; float ones only.
     """
 
     computes_together = True
 
-    def __init__(self, layer: ExpertLayer, spec: LayerSpec) -> None:
+    def __init__(self, layer: ExpertLayer, spec: LayerSpec, *, alone_from_rows: int | None = None) -> None:
         super().__init__(layer)
+        self.alone_from_rows = alone_from_rows
         self.spec = spec
         self.kernel = PackedKernel(spec, layer.layer_id, self._absent)
         self.name = f"{spec.format}, packed"
@@ -88,6 +99,24 @@ class PackedFormat(ExpertFormat):
     # -- computing -------------------------------------------------------------------------------------------------
 
     def expert_rows(self, _module: nn.Module, rows: torch.Tensor, weights: ExpertTensors) -> torch.Tensor:
+        if self.alone_from_rows is not None and len(rows) >= self.alone_from_rows:
+            return self._rows_by_torch(rows, weights)
+        return self._rows_by_kernels(rows, weights)
+
+    def _rows_by_torch(self, rows: torch.Tensor, weights: ExpertTensors) -> torch.Tensor:
+        """[n, H] float32, between the products as in the kernels."""
+        self._refuse_gradients(rows)
+        scratch = vars(expert_weights(self._buffers()))
+        into = {name: as_array(name, scratch[name])[0] for name in ("gate_up", "down")}
+        unpacked = stored_tensors(self.kernel.unpack(weights[PACKED].numpy(), into))
+
+        def multiply(x: torch.Tensor, name: str) -> torch.Tensor:
+            matrix = unpacked[name].T if self.spec.transposed else unpacked[name]
+            return nn.functional.linear(x.to(matrix.dtype), matrix).float()
+
+        return rows_through(self.spec, rows, unpacked, multiply)
+
+    def _rows_by_kernels(self, rows: torch.Tensor, weights: ExpertTensors) -> torch.Tensor:
         ids = torch.zeros((len(rows), 1), dtype=torch.int64)
         return self.rows(rows, ids, {0: weights})[:, 0]
 
@@ -120,12 +149,15 @@ class PackedFormat(ExpertFormat):
         return out
 
     def _call(self, hidden: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor | None) -> Call:
+        self._refuse_gradients(hidden)
+        return Call.of(self.spec, self.layer.layer_id, hidden, ids, gate, None)
+
+    def _refuse_gradients(self, hidden: torch.Tensor) -> None:
         if hidden.requires_grad and torch.is_grad_enabled():
             raise ModelError(
                 f"layer {self.layer.layer_id} is computed by kernels that know no gradients: load with training=True, "
                 "or run under torch.no_grad()"
             )
-        return Call.of(self.spec, self.layer.layer_id, hidden, ids, gate, None)
 
     def _addresses(self, experts: Mapping[int, ExpertTensors]) -> np.ndarray[Any, np.dtype[np.uint64]]:
         addresses = np.zeros(self.spec.num_experts, np.uint64)
@@ -135,3 +167,39 @@ class PackedFormat(ExpertFormat):
 
     def _absent(self, expert: int) -> ExpertNotOnHost:
         return ExpertNotOnHost(self.layer.layer_id, expert, "it was not handed to the kernels with its pick")
+
+
+def has_amx() -> bool:
+    """Whether the CPU has tiles, which the compiled kernels do not use."""
+    return "amx_tile" in cpu()
+
+
+def measured_crossover(layer: ExpertLayer, spec: LayerSpec) -> int | None:
+    """From how many rows of one expert on torch is faster on this machine, and stays so; None = never, or no AMX."""
+    if not has_amx() or spec.kind.scales != "none":
+        return None
+    question = {"experts": f"{spec.format}, packed", "hidden": spec.hidden, "first_rows": spec.first_rows,
+                "intermediate": spec.intermediate, "transposed": spec.transposed}  # fmt: skip
+
+    def prepare() -> Run:
+        fmt = PackedFormat(layer, spec)
+        generator = torch.Generator().manual_seed(0)
+        values = {n: torch.randn(s, generator=generator).to(t) for n, (s, t) in parameter_shapes(layer).items()}
+        copies = [allocate_host(fmt.host_shapes) for _ in range(rotation(fmt.expert_bytes))]
+        for copy in copies:
+            fmt.to_host(values, copy)
+        x = torch.randn((_CROSSOVER_ROWS[-1], spec.hidden), generator=generator).to(next(iter(values.values())).dtype)
+        calls = 0
+
+        def run(way: str, count: int) -> object:
+            nonlocal calls
+            calls += 1
+            compute = fmt._rows_by_kernels if way == "packed" else fmt._rows_by_torch
+            return compute(x[:count], copies[calls % len(copies)])
+
+        return run
+
+    choice = fastest_by_rows(question, {"packed": 1 << 30, "torch": 1 << 30}, prepare, _CROSSOVER_ROWS)
+    if choice.ways[-1] != "torch":
+        return None
+    return choice.bounds[-1] + 1 if choice.bounds else _CROSSOVER_ROWS[0]
