@@ -12,6 +12,8 @@ In every round all sides take turns on the same picks, and a read of as many byt
 round, so that none is in a cache. Numbers are medians over the rounds. Outputs are compared before anything is timed;
 all experts have the same values, each in memory of its own, which no kernel's time depends on.
 
+HOTSET_KERNELS=torch measures what stands in where there is no compiler: torch's own operators.
+
 `slower_than_transformers`: "format@tokens" where hotset takes more than 5 % longer than the best Transformers path.
 `bandwidth_share`: bytes of the experts that a call reads over its time, over the read bandwidth, at 1 and 4 tokens.
 `kt_kernel`: kt-kernel's time over hotset's, or null. The last line is JSON.
