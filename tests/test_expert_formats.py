@@ -780,6 +780,7 @@ class TestPacking:
         found = torch_packed.packing(rows, k)
         assert (found.order is None) is (found.strides is not None)
         nibbles = torch.stack([stored & 15, stored >> 4], -1).view(rows, k)
+        assert torch.equal(found.packed(stored), torch_packed._pack(nibbles.int()))
         assert torch.equal(found.unpacked(found.packed(stored)), nibbles)
         if torch.backends.cpu.get_cpu_capability() == "AVX512":
             assert (found.strides is not None) is nested

@@ -117,7 +117,7 @@ def _in_float32(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 _PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     EAGER: nn.functional.linear,
     "mv": _by_rows,
-    "swapped": lambda rows, matrix: (matrix @ rows.T).T,
+    "swapped": lambda rows, matrix: (matrix @ rows.T).T.contiguous(),  # else whoever adds it up pays
     "float32 linear": _in_float32,
 }
 """(rows [n, K], matrix [N, K]) -> [n, N]."""
