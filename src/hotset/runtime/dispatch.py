@@ -77,10 +77,11 @@ class LayerDispatch:
         store, row, num_experts = self.runtime.store, self.row, self.runtime.num_experts
         ids, order = ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts).sort(dim=1)
         gate = gate.gather(1, order)
-        found, counts = np.unique(ids.numpy(), return_counts=True)
-        experts = [expert for expert in found.tolist() if expert < num_experts]
-        if any(self._alone(count) for count in counts[: len(experts)].tolist()):
-            return self._expert_by_expert(hidden, ids, gate, experts)
+        experts = [expert for expert in np.unique(ids.numpy()).tolist() if expert < num_experts]
+        if self.format.alone_from_rows is not None:
+            rows_of = np.bincount(ids.numpy().reshape(-1), minlength=num_experts)[:num_experts]
+            if self._alone(int(rows_of.max())):
+                return self._expert_by_expert(hidden, ids, gate, experts)
         ready, waiting = store.acquire_ready(row, experts)
         few = len(hidden) <= _FEW_TOKENS
         try:
