@@ -848,6 +848,20 @@ class TestRowChoice:
         seconds = {"plain": {1: 2.0, 16: 40.0}, "other": {1: 3.0, 16: 3.0, 32: 3.5}}
         assert RowChoice.of_seconds(seconds) == RowChoice(("plain", "other"), (1,))
 
+    def test_a_way_that_is_hopeless_twice_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """slow takes a second a row, fast one for every ten, late a hundred whatever the rows."""
+        now = [0.0]
+        costs = {"fast": lambda rows: rows / 10, "slow": lambda rows: rows, "late": lambda rows: 100.0}
+
+        def run(way: str, rows: int) -> None:
+            now[0] += costs[way](rows)
+
+        monkeypatch.setattr("hotset.runtime.expert_formats.operators.time.perf_counter", lambda: now[0])
+        seconds = operators.seconds_by_rows(dict.fromkeys(costs, 1 << 30), run, rows=(1, 8, 16, 32, 64, 2048))
+        assert seconds["slow"] == pytest.approx({1: 1, 8: 8, 16: 16, 32: 32})
+        assert list(seconds["fast"]) == list(seconds["late"]) == [1, 8, 16, 32, 64, 2048]
+        assert RowChoice.of_seconds(seconds) == RowChoice(("fast", "late"), (64,))
+
     def test_only_so_many_rows_are_tried(self) -> None:
         ran: list[tuple[str, int]] = []
         operators.seconds_by_rows({"a": 8, "b": 2}, lambda way, rows: ran.append((way, rows)), rows=(1, 2, 4, 16))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import statistics
 import threading
 import time
 from bisect import bisect_left
@@ -39,9 +38,9 @@ MARGIN = 0.95
 that the difference is the machine's mood."""
 GIVEN_UP = 2.0
 """From `FROM_ROWS` on, a way that takes so many times as long as the best one, and has grown as much since the fewest
-rows, is not tried with more."""
+rows, at two numbers of rows, is not tried with more."""
 FROM_ROWS = 16
-ROUNDS = {1: 7, 2: 7, 4: 5, 8: 5}
+ROUNDS = {1: 9, 2: 9, 4: 7, 8: 7, 16: 5, 32: 5}
 """Timed rounds by rows; 3 for more."""
 
 Run = Callable[[str, int], object]
@@ -135,9 +134,9 @@ def _measure(path: Path, asked: Mapping[str, Any], ways: Mapping[str, int], run:
 
 
 def seconds_by_rows(ways: Mapping[str, int], run: Run, rows: Sequence[int] = ROWS) -> dict[str, dict[int, float]]:
-    """Median seconds of each way by rows, the ways taking turns so that the machine's moods hit all alike."""
+    """The least seconds of each way by rows: whatever else the machine does only adds. The ways take turns."""
     seconds: dict[str, dict[int, float]] = {way: {} for way in ways}
-    trying = dict(ways)
+    trying, hopeless = dict(ways), dict.fromkeys(ways, 0)
     with torch.inference_mode():
         for count in rows:
             tried = [way for way, most in trying.items() if count <= most]
@@ -151,12 +150,13 @@ def seconds_by_rows(ways: Mapping[str, int], run: Run, rows: Sequence[int] = ROW
                     begin = time.perf_counter()
                     run(way, count)
                     times[way].append(time.perf_counter() - begin)
-            medians = {way: statistics.median(found) for way, found in times.items()}
-            best = min(medians, key=lambda way: medians[way])
-            for way, found in medians.items():
-                seconds[way][count] = found
-                hopeless = count >= FROM_ROWS and found > GIVEN_UP * medians[best]
-                if hopeless and _growth(seconds[way]) >= _growth(seconds[best]):
+            for way in tried:
+                seconds[way][count] = min(times[way])
+            best = min(tried, key=lambda way: seconds[way][count])
+            for way in tried:
+                is_slow = count >= FROM_ROWS and seconds[way][count] > GIVEN_UP * seconds[best][count]
+                hopeless[way] += is_slow and _growth(seconds[way]) >= _growth(seconds[best])
+                if hopeless[way] == 2:  # once may be the machine's mood
                     del trying[way]
     return seconds
 

@@ -23,6 +23,7 @@ from hotset.runtime.expert_formats.contract import (
     parameter_shapes,
 )
 from hotset.runtime.expert_formats.operators import ROWS, RowChoice, Run, fastest_by_rows, rotation
+from hotset.runtime.expert_formats.scratch import scratch
 
 _EVER = 1 << 30
 EAGER = "linear"
@@ -111,7 +112,7 @@ def _by_rows(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _in_float32(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    return nn.functional.linear(rows.float(), matrix.float()).to(rows.dtype)
+    return nn.functional.linear(rows.float(), scratch(matrix.shape, torch.float32).copy_(matrix)).to(rows.dtype)
 
 
 _PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -29,6 +29,7 @@ from hotset.kernels.formats import checked_weights
 from hotset.models.experts import ExpertLayer
 from hotset.runtime.expert_formats.contract import ExpertFormat, ExpertSource, ExpertTensors, Shapes
 from hotset.runtime.expert_formats.operators import RowChoice, Run, fastest_by_rows, rotation
+from hotset.runtime.expert_formats.scratch import scratch
 from hotset.runtime.expert_formats.stored import StoredFormat, rows_through, stored_shapes, stored_tensors
 
 _EVER = 1 << 30
@@ -124,7 +125,7 @@ class Int8Format(_OperatorFormat):
         if way == "int8pack":
             out = torch._weight_int8pack_mm(x, codes, _ones(len(codes)))
         else:
-            out = nn.functional.linear(x, codes.to(x.dtype))
+            out = nn.functional.linear(x, scratch(codes.shape, x.dtype).copy_(codes))
         return out.float().mul_(weights[f"{name}_scale"].float())
 
 
@@ -182,9 +183,12 @@ class Int4Format(_OperatorFormat):
             return torch._weight_int4pack_mm_for_cpu(x, codes, group, weights[f"{name}{_PAIR}"]).float()
         nibbles = packing(len(codes), codes.shape[1] * 2).unpacked(codes)
         zeros, scales = weights.get(f"{name}_zero"), weights[f"{name}_scale"].float()
-        values = nibbles.float().view(len(codes), -1, group)
-        values.sub_(8 if zeros is None else zeros.float()[:, :, None]).mul_(scales[:, :, None])
-        return nn.functional.linear(x, values.view(len(codes), -1).to(x.dtype)).float()
+        values = scratch(nibbles.shape, torch.float32).copy_(nibbles)
+        by_group = values.view(len(codes), -1, group)
+        by_group.sub_(8 if zeros is None else zeros.float()[:, :, None]).mul_(scales[:, :, None])
+        if x.dtype != values.dtype:
+            values = scratch(values.shape, x.dtype).copy_(values)
+        return nn.functional.linear(x, values).float()
 
 
 def _matrices(spec: LayerSpec) -> tuple[tuple[str, int, int], ...]:
@@ -213,9 +217,9 @@ class Packing:
     """[N * K] int32: the weight at each packed place; None where there are strides."""
 
     def unpacked(self, packed: torch.Tensor) -> torch.Tensor:
-        """[N, K] uint8 of 0 to 15, from the packed bytes."""
+        """[N, K] uint8 of 0 to 15, from the packed bytes; a `scratch`."""
         flat = packed.reshape(-1)
-        out = torch.empty((self.rows, self.k), dtype=torch.uint8)
+        out = scratch((self.rows, self.k), torch.uint8)
         if self.strides is not None:
             counts, strides = zip(*self.strides, strict=True)
             places = out.as_strided(counts, strides)
