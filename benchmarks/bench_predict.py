@@ -3,9 +3,9 @@
     python benchmarks/bench_predict.py [--quick] [--threads N] [--model FOLDER ...]
 
 Models: the demo model of the source tree, and a random Qwen3-MoE of about 1.5 GB that is made on the spot; or those
-given. The prediction is made of parts that are measured apart from the decode (a pass without experts, one expert by
-itself) and in turn with it, and of the hits and misses that replay of the recorded routing gives. Medians over rounds
-of each round's mean. Ends with one JSON line.
+given. The prediction is made of two prices (a pass without experts, one expert) and of the hits and misses that replay
+of the recorded routing gives. The prices come from passes that compute a quarter and three quarters of other tokens'
+picks, in turn with the decode. Medians over rounds of each round's mean. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    rounds = args.rounds or (3 if args.quick else 9)
+    rounds = args.rounds or (3 if args.quick else 15)
     tokens = 12 if args.quick else 24
     print_header("decode time, predicted and measured", threads=torch.get_num_threads(), rounds=rounds, tokens=tokens)
     with tempfile.TemporaryDirectory(prefix="hotset-bench-") as scratch:

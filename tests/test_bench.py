@@ -15,6 +15,7 @@ import hotset  # noqa: E402
 from hotset.bench import bench  # noqa: E402
 from hotset.core import DECODE  # noqa: E402
 from hotset.errors import BudgetError, ModelError  # noqa: E402
+from hotset.runtime import measure  # noqa: E402
 from hotset.runtime.measure import measure_decode, record_decode  # noqa: E402
 from tests.tiny_models import make_checkpoint  # noqa: E402
 
@@ -67,6 +68,58 @@ def test_a_kind_of_pick_that_does_not_occur_has_no_time(folder: Path) -> None:
     times = measure_decode(model, PROMPT, tokens, trace, rounds=1)
     assert times.miss_seconds is None
     assert times.hit_seconds is not None
+
+
+def test_prices_are_the_line_through_thinned_passes_and_owe_nothing_to_the_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = np.zeros((2, 8), np.bool_)
+    mask[:, ::2] = True
+    model = hotset.load(folder, plan=mask, device="cpu")
+    trace, tokens = record_decode(model, PROMPT, 8)
+    decode = trace.expert_ids[:, trace.phase == DECODE]
+    fed: list[torch.Tensor] = []
+
+    def timed(_model: object, _ids: object, _tokens: object, picks: torch.Tensor | None) -> list[float]:
+        if picks is None:
+            return [9.0] * 8
+        fed.append(picks)
+        return [0.5 + 0.25 * float((token < 8).sum()) for token in picks.unbind(1)]
+
+    monkeypatch.setattr(measure, "_timed_decode", timed)
+    times = measure_decode(model, PROMPT, tokens, trace, rounds=1)
+    assert times.seconds_per_token == 9.0
+    assert times.non_expert_seconds == pytest.approx(0.5)
+    assert times.hit_seconds == times.miss_seconds == pytest.approx(0.25)
+    for picks in fed:
+        kept = picks.numpy() < 8
+        assert 0 < kept.sum() < decode.size
+        assert (picks.numpy() == np.where(kept, np.roll(decode, 4, axis=1), 8)).all()  # of the token 4 before
+
+
+def test_picks_fed_to_a_decode_replace_those_of_its_tokens_alone(folder: Path) -> None:
+    model = hotset.load(folder, device="cpu")
+    picks = torch.arange(2 * 3 * 2).reshape(2, 3, 2) % 8
+    tokens = record_decode(model, PROMPT, 3)[1]
+    fed: list[list[list[list[int]]]] = [[], []]
+
+    def see(row: int, ids: torch.Tensor) -> torch.Tensor:
+        fed[row].append(ids.tolist())
+        return ids
+
+    with measure._picks_through(model.hotset, see):
+        seconds = measure._timed_decode(model, PROMPT, tokens, picks)
+    assert len(seconds) == 3
+    assert [len(calls[0]) for calls in fed] == [4, 4]  # the prompt's own
+    assert [calls[1:] for calls in fed] == picks[:, :, None].tolist()
+
+
+def test_a_price_is_a_slope_and_one_below_nothing_is_nothing() -> None:
+    counts = np.array([[1.0, 1.0], [3.0, 1.0], [1.0, 3.0], [3.0, 3.0]])
+    assert measure._line(counts, 10 + counts @ [2.0, 5.0]) == (pytest.approx(10), pytest.approx([2, 5]))
+    non_expert, prices = measure._line(counts, 10 + counts @ [-1.0, 5.0])
+    assert prices == [0.0, pytest.approx(5)]
+    assert non_expert == pytest.approx(8)  # 10 less 1 for the two that there are on average
 
 
 def test_rows_hold_what_replay_predicts_and_their_parts_add_up(folder: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -767,6 +770,45 @@ class TestThreads:
         monkeypatch.setenv("HOTSET_KERNEL_THREADS", "none")
         with pytest.raises(OpsError, match="HOTSET_KERNEL_THREADS is 'none'"):
             threads_module.available_threads()
+
+    def test_torch_says_how_many_where_it_is_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch = pytest.importorskip("torch")
+        monkeypatch.delenv("HOTSET_KERNEL_THREADS", raising=False)
+        monkeypatch.setattr(threads_module, "_allowed_cores", lambda: 4)
+        for threads, used in ((1, 1), (3, 3), (9, 4)):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            assert threads_module.available_threads() == used
+
+    def test_torchs_own_threads_compute_if_as_many_are_wanted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+        monkeypatch.setattr(threads_module, "_gomp_parallel", lambda: 1234)
+        assert [threads_module.torch_team(threads) for threads in (1, 2, 3)] == [None, 1234, None]
+
+    @compiled
+    def test_torchs_threads_give_the_same_bits_and_a_forked_child_does_not_wait_for_them(self) -> None:
+        torch = pytest.importorskip("torch")
+        if "OpenMP" not in torch.__config__.parallel_info() or sys.platform != "linux":
+            pytest.skip("torch runs on no OpenMP that the kernels can share")
+        script = """
+import os, signal, numpy as np, torch
+from hotset.kernels import threads
+from tests.test_kernels import CompiledLayer, LayerSpec, filled, made_up, routed
+torch.set_num_threads(2)
+assert threads.torch_team(2) is not None
+spec = LayerSpec("bf16", 6, 288, 160)
+layer, call = filled(CompiledLayer, spec, made_up(spec)), routed(spec, 50, 3)
+alone = layer.moe(*call, threads=1)
+for _ in range(3):
+    assert np.array_equal(layer.moe(*call, threads=2), alone)
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    os._exit(0 if np.array_equal(layer.moe(*call, threads=2), alone) else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+        root = Path(__file__).parents[1]
+        subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=120)
 
     def test_a_cgroup_quota_is_found_wherever_it_is_set(self, tmp_path: Any) -> None:
         membership = tmp_path / "cgroup"

@@ -1,8 +1,9 @@
 """Predicted beside measured: decode time of a model at several budgets. What `hotset bench` shows.
 
 The prediction is replay of a recorded decode under the plan, priced by the cost model. Two things that no Machine can
-know are measured on the model first, apart from the decode that is predicted: the time of a pass without experts, and
-the time of one expert where it lives (`runtime.measure`). docs/cost-model.md says what follows from that.
+know are measured on the model, by passes with fewer experts than the decode that is predicted: what a pass takes
+without its experts, and the time of one expert where it lives (`runtime.measure`). docs/cost-model.md says what follows
+from that.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -100,12 +101,12 @@ def bench(
         inputs = _encode(folder, loaded, prompt)
         with torch.inference_mode():
             here, tokens = record_decode(loaded, inputs, new_tokens)
-        times = measure_decode(loaded, inputs, tokens, here, rounds=rounds)
-        cuda = loaded.hotset.device.type == "cuda"
+        own = _machine_of(loaded, machine)
+        times = measure_decode(loaded, inputs, tokens, here, rounds=rounds, round_trip_seconds=own.round_trip_seconds)
         del loaded
         gc.collect()
         mask = chosen.gpu_experts_mask
-        own = _priced_by_model(here, mask, times.hit_seconds, times.miss_seconds, machine, cuda)
+        own = _priced_by_model(here, own, times.hit_seconds, times.miss_seconds)
         decode = _decode_only(here)
         told = replay(decode, "static", plan=mask, machine=own, non_expert_seconds=times.non_expert_seconds)
         parts = told.seconds["decode"]
@@ -128,39 +129,26 @@ def bench(
     return rows
 
 
-def _priced_by_model(
-    trace: Trace,
-    mask: Any,
-    hit_seconds: float | None,
-    miss_seconds: float | None,
-    machine: Machine | None,
-    cuda: bool,
-) -> Machine:
+def _machine_of(loaded: Any, machine: Machine | None) -> Machine:
+    """Whose round trip is taken: the given Machine's where the model runs on such a device."""
+    device: Literal["cuda", "cpu"] = "cuda" if loaded.hotset.device.type == "cuda" else "cpu"
+    if machine is None or machine.device != device:
+        machine = Machine.open("rtx-4090")
+    return machine if device == "cuda" else replace(machine, device=device, round_trip_seconds=0.0)
+
+
+def _priced_by_model(trace: Trace, machine: Machine, hit_seconds: float | None, miss_seconds: float | None) -> Machine:
     """A Machine whose rates give the measured time of one expert; launches are part of that time."""
     assert trace.expert_bytes is not None
     size = float(trace.expert_bytes.mean())
-    if machine is None or (machine.device == "cuda") != cuda:
-        machine = Machine.open("rtx-4090")
-    round_trip = machine.round_trip_seconds if cuda else 0.0
-    # of a tiny model both may drown in the dispatch's noise: then an expert takes no time worth predicting
-    known = [s for s in (hit_seconds, miss_seconds) if s] or [1e-9]
-    hit, miss = hit_seconds or known[0], miss_seconds or known[0]
-    if not cuda:
-        # one memory, one rate: of the two measurements, as often as each kind of pick occurs
-        decode = trace.expert_ids[:, trace.phase == DECODE]
-        picked = np.take_along_axis(mask, np.maximum(decode, 0).reshape(len(mask), -1).astype(np.int64), axis=1)
-        share = float(picked.mean())
-        hit = miss = share * hit + (1.0 - share) * miss
-    else:
-        miss = max(miss - round_trip / max(1.0, float(trace.top_k)), miss * 0.1)
+    # of a tiny model an expert may drown in the noise of all else: then it takes no time worth predicting
+    hit, miss = (max(seconds or 0.0, 1e-9) for seconds in (hit_seconds, miss_seconds))
     return replace(
         machine,
         name="as measured on the model",
         source="hotset bench",
-        device="cuda" if cuda else "cpu",
-        host_read_bytes_per_second=size / miss,
-        gpu_read_bytes_per_second=size / hit if cuda else None,
-        round_trip_seconds=round_trip,
+        host_read_bytes_per_second=size / (hit if miss_seconds is None else miss),
+        gpu_read_bytes_per_second=size / (miss if hit_seconds is None else hit) if machine.device == "cuda" else None,
         launch_seconds=0.0,
     )
 

@@ -29,7 +29,7 @@ from hotset.errors import BackendError
 from hotset.storage import atomic_path, write_json
 
 SOURCES = Path(__file__).parent / "csrc"
-ABI = 4
+ABI = 5
 """What `hotset_abi` of the sources returns: changes with the C interface."""
 
 COMPILERS = ("c++", "g++", "clang++")

@@ -52,7 +52,7 @@ class CCall(ctypes.Structure):
     """HotsetCall."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("experts", "tokens", "ids", "weights", "out", "picks")),
+        *((name, c_void_p) for name in ("experts", "tokens", "ids", "weights", "out", "picks", "openmp")),
         *((name, c_int64) for name in ("num_tokens", "top_k")),
         *(
             (name, c_int32)

@@ -28,6 +28,7 @@ from hotset.kernels.formats import (
     checked_weights,
     numbers_to_float,
 )
+from hotset.kernels.threads import torch_team
 
 _ID_BYTES = {"int64": 8, "int32": 4, "int16": 2}
 
@@ -149,6 +150,7 @@ class PackedKernel:
             weights.address if weights else None,
             out.address if out else None,
             picks.address if picks else None,
+            torch_team(call.threads),
             num_tokens,
             top_k,
             _ID_BYTES[call.ids.kind],

@@ -1,11 +1,14 @@
-"""How many threads the kernels may use: the affinity mask, the cgroup's quota, or what the user says.
+"""How many threads the kernels may use, and whose: the affinity mask, the cgroup's quota, torch, or what the user says.
 
-Knows: Linux' accounts of allowed cores. Does not know: the pool that uses them (csrc/pool.h).
+Knows: Linux' accounts of allowed cores; which OpenMP torch runs on. Does not know: the pool that uses them
+(csrc/pool.h).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,14 +16,40 @@ from hotset.errors import OpsError
 
 
 def available_threads() -> int:
-    """Threads the kernels use: `HOTSET_KERNEL_THREADS`, else the cores this process may run on (affinity, cgroup quota
+    """Threads the kernels use: `HOTSET_KERNEL_THREADS`, else as many as torch where that is loaded
+    (`torch.set_num_threads`, `OMP_NUM_THREADS`), at most the cores this process may run on (affinity, cgroup quota
     rounded up), as it was when first asked."""
     named = os.environ.get("HOTSET_KERNEL_THREADS")
     if named is not None:
         if not named.isdigit() or int(named) < 1:
             raise OpsError(f"HOTSET_KERNEL_THREADS is {named!r}: wanted a number of threads, 1 or more")
         return int(named)
-    return _allowed_cores()
+    torch = sys.modules.get("torch")
+    return _allowed_cores() if torch is None else min(_allowed_cores(), torch.get_num_threads())
+
+
+def torch_team(threads: int) -> int | None:
+    """Address of GOMP_parallel in the OpenMP that torch runs on, where torch is loaded and uses just so many threads.
+
+    Its workers spin after each operator of torch, and another pool's would wait for the core that they hold: a decoded
+    token's experts took up to twice as long. None: the kernels' own pool is to be used.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or threads == 1 or torch.get_num_threads() != threads:
+        return None
+    return _gomp_parallel()
+
+
+@lru_cache(maxsize=1)
+def _gomp_parallel() -> int | None:
+    """The entry in torch's library or those it is linked with; None where there is none (not Linux, or not OpenMP)."""
+    library = Path(sys.modules["torch"].__file__ or "").parent / "lib" / "libtorch_cpu.so"
+    if not library.exists():
+        return None
+    try:
+        return ctypes.cast(ctypes.CDLL(str(library)).GOMP_parallel, ctypes.c_void_p).value
+    except AttributeError:
+        return None
 
 
 @lru_cache(maxsize=1)

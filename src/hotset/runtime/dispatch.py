@@ -75,11 +75,11 @@ class LayerDispatch:
         """Both tiers in host memory, all experts in one call of the kernels; where some must come from disk, several
         calls with the same bits."""
         store, row, num_experts = self.runtime.store, self.row, self.runtime.num_experts
-        ids, order = ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts).sort(dim=1)
+        ids, order = ids.clamp(-1, num_experts).sort(dim=1)  # both ends are no pick to the kernels
         gate = gate.gather(1, order)
-        experts = [expert for expert in np.unique(ids.numpy()).tolist() if expert < num_experts]
+        experts = [expert for expert in np.unique(ids.numpy()).tolist() if 0 <= expert < num_experts]
         if self.format.alone_from_rows is not None:
-            rows_of = np.bincount(ids.numpy().reshape(-1), minlength=num_experts)[:num_experts]
+            rows_of = np.bincount(ids.numpy().reshape(-1) + 1, minlength=num_experts + 2)[1:-1]
             if self._alone(int(rows_of.max())):
                 return self._expert_by_expert(hidden, ids, gate, experts)
         ready, waiting = store.acquire_ready(row, experts)

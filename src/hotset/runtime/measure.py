@@ -1,17 +1,20 @@
 """Decode times of a loaded model, whole and in parts: what `hotset bench` compares its prediction with.
 
-Knows one loaded model and one prompt. The parts are measured apart from the whole, in turn with it, so that a busy
-machine is busy for both:
-  whole      forward passes of a greedy decode, one token each
-  without    the same passes with every pick turned into "no expert": all that is not an expert, the dispatch included
-  hits       the experts interface alone, fed the recorded picks that are resident, the others turned into "no expert"
-  misses     the same with the picks that are not resident
-  dispatch   the same with no pick at all, to be taken off the last two
+Knows one loaded model and one prompt. The whole is a greedy decode, forward passes of one token each. The parts come
+from passes through the same model under the same conditions (what the caches hold, which threads are awake), in turn
+with the whole so that a busy machine is busy for both, but never from the whole itself: in them each token gets the
+picks of another one, of which a quarter or three quarters are kept and the rest turned into "no expert". Seconds per
+pass are a line in the number of experts computed; its slope prices an expert, where it meets zero is all that is not an
+expert, and what it says of the whole is an extrapolation.
+
+Not one part at a time: a pass without experts finds attention's weights in the caches, and a layer's experts computed
+away from the model find nothing displaced either. Both are faster than in a decode (by a tenth of it, once).
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +29,9 @@ from numpy.typing import NDArray
 from hotset.core import DECODE, PREFILL, Trace
 from hotset.errors import ModelError
 
+KEPT = (0.25, 0.75)
+"""Shares of the picks in the passes that the parts come from: apart, and enough that caches are those of a decode."""
+
 
 @dataclass(frozen=True)
 class DecodeTimes:
@@ -33,11 +39,11 @@ class DecodeTimes:
 
     seconds_per_token: float
     non_expert_seconds: float
-    """Per token, everything but experts."""
+    """Per token, everything but experts, the dispatch around them included."""
     hit_seconds: float | None
-    """Per resident expert computed, or None where there was none."""
+    """Per resident expert computed, or None where there was none. With the arena in host memory that of a miss."""
     miss_seconds: float | None
-    """Per expert computed from host memory, round trips included, or None where there was none."""
+    """Per expert computed from host memory, round trips not included, or None where there was none."""
     spread: tuple[float, float]
     """Least and most of the rounds' seconds_per_token."""
     tokens: int
@@ -74,55 +80,89 @@ def record_decode(model: Any, input_ids: torch.Tensor, new_tokens: int) -> tuple
 
 
 def measure_decode(
-    model: Any, input_ids: torch.Tensor, tokens: torch.Tensor, trace: Trace, *, rounds: int
+    model: Any,
+    input_ids: torch.Tensor,
+    tokens: torch.Tensor,
+    trace: Trace,
+    *,
+    rounds: int,
+    round_trip_seconds: float = 0.0,
 ) -> DecodeTimes:
     """Time the decode that `record_decode` recorded, whole and in parts, `rounds` times in turn.
 
-    tokens, trace: from `record_decode`. Raises ModelError on fewer than two tokens or no round.
+    tokens, trace: from `record_decode`. round_trip_seconds: what a layer with a miss pays besides its experts, known
+    from elsewhere; it is no part of any price here. Raises ModelError on fewer than two tokens or no round.
     """
     if len(tokens) < 2 or rounds < 1:
         raise ModelError(f"{len(tokens)} tokens, {rounds} rounds: wanted at least 2 and 1")
     runtime = model.hotset
-    picks = torch.from_numpy(trace.expert_ids[:, trace.phase == DECODE].astype(np.int64))
-    resident = torch.from_numpy(runtime.store.residency.mask())
-    rows = torch.arange(len(picks))[:, None, None]
-    hit = resident[rows, picks.clamp(min=0)] & (picks >= 0)
-    miss = ~resident[rows, picks.clamp(min=0)] & (picks >= 0)
-    nobody = runtime.num_experts  # the experts interface skips ids from num_experts on
-    only = {
-        "hits": torch.where(hit, picks, nobody),
-        "misses": torch.where(miss, picks, nobody),
-        "dispatch": torch.full_like(picks, nobody),
-    }
-    hidden = _hidden_like(model, runtime)
-    times: dict[str, list[float]] = {name: [] for name in ("whole", "without", *only)}
+    recorded = trace.expert_ids[:, trace.phase == DECODE].astype(np.int64)
+    picks = np.roll(recorded, recorded.shape[1] // 2, axis=1)
+    real = picks >= 0
+    hit = real & np.take_along_axis(runtime.store.residency.mask()[:, None], np.maximum(picks, 0), axis=2)
+    miss = real & ~hit
+    # one memory, one price: where the arena is host memory too, a hit is read like a miss
+    kinds = [kind for kind in ((real,) if runtime.device.type == "cpu" else (hit, miss)) if kind.any()]
+    random = np.random.default_rng(0).random(picks.shape)
+    kept, seconds_of, whole = [], [], list[float]()
+    for shares in itertools.product(KEPT, repeat=len(kinds)):
+        kept.append([kind & (random < share) for kind, share in zip(kinds, shares, strict=True)])
+        seconds_of.append(list[float]())
+    # the experts interface skips ids from num_experts on
+    thinned = [
+        torch.from_numpy(np.where(np.any(k, axis=0), picks, runtime.num_experts)).to(runtime.device) for k in kept
+    ]
     for number in range(rounds + 1):
-        found = {name: list[float]() for name in times}
-        for _ in _decode(model, input_ids, len(tokens), tokens, found["whole"]):
-            pass
-        with _picks_through(runtime, lambda _row, ids: torch.full_like(ids, nobody)):
-            for _ in _decode(model, input_ids, len(tokens), tokens, found["without"]):
-                pass
-        for name, ids in only.items():
-            found[name] = _dispatch_alone(runtime, hidden, ids.to(hidden.device))
-        if number:  # the first round warms up
-            for name in times:
-                times[name].append(statistics.fmean(found[name]))
-    median = {name: statistics.median(values) for name, values in times.items()}
-    hits_per_token, misses_per_token = (float(m.sum()) / picks.shape[1] for m in (hit, miss))
+        for ids, seconds in [(None, whole), *zip(thinned, seconds_of, strict=True)]:
+            mean = statistics.fmean(_timed_decode(model, input_ids, tokens, ids))
+            if number:  # the first round warms up
+                seconds.append(mean)
+    per_token = [[float(kind.sum()) / picks.shape[1] for kind in kinds_kept] for kinds_kept in kept]
+    trips = [float((miss & np.any(k, axis=0)).any(axis=2).sum()) / picks.shape[1] for k in kept]
+    medians = [statistics.median(s) - t * round_trip_seconds for s, t in zip(seconds_of, trips, strict=True)]
+    non_expert, prices = _line(np.array(per_token), np.array(medians))
     return DecodeTimes(
-        seconds_per_token=median["whole"],
-        non_expert_seconds=median["without"],
-        hit_seconds=_each(median["hits"] - median["dispatch"], hits_per_token),
-        miss_seconds=_each(median["misses"] - median["dispatch"], misses_per_token),
-        spread=(min(times["whole"]), max(times["whole"])),
+        seconds_per_token=statistics.median(whole),
+        non_expert_seconds=non_expert,
+        hit_seconds=prices[0] if hit.any() else None,
+        miss_seconds=prices[-1] if miss.any() else None,
+        spread=(min(whole), max(whole)),
         tokens=len(tokens),
         rounds=rounds,
     )
 
 
-def _each(seconds: float, count: float) -> float | None:
-    return max(0.0, seconds) / count if count else None
+def _line(counts: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, list[float]]:
+    """(seconds at no count, seconds per count of each kind), by least squares: counts [N, kinds], seconds [N].
+
+    A kind whose price comes out below 0 drowns in the noise (experts of a tiny model): 0, and the others anew.
+    """
+    used = list(range(counts.shape[1]))
+    while True:
+        found = np.linalg.lstsq(np.column_stack([np.ones(len(seconds)), counts[:, used]]), seconds)[0]
+        below = [kind for kind, price in zip(used, found[1:], strict=True) if price < 0]
+        if not below:
+            break
+        used.remove(below[0])
+    priced = dict(zip(used, found[1:].tolist(), strict=True))
+    return float(found[0]), [priced.get(kind, 0.0) for kind in range(counts.shape[1])]
+
+
+def _timed_decode(model: Any, input_ids: torch.Tensor, tokens: torch.Tensor, picks: torch.Tensor | None) -> list[float]:
+    """Seconds of each one-token pass of a decode that is fed `tokens`. picks [L, T, K]: instead of the tokens' own."""
+    seconds: list[float] = []
+    calls = [0] * len(model.hotset.layers)
+
+    def change(row: int, ids: torch.Tensor) -> torch.Tensor:
+        calls[row] += 1
+        if picks is None or calls[row] == 1:  # the first call is the prompt's
+            return ids
+        return picks[row, calls[row] - 2, None]
+
+    with _picks_through(model.hotset, change):
+        for _ in _decode(model, input_ids, len(tokens), tokens, seconds):
+            pass
+    return seconds
 
 
 @torch.inference_mode()
@@ -151,23 +191,6 @@ def _decode(
         token = out.logits[0, -1].argmax()
 
 
-@torch.inference_mode()
-def _dispatch_alone(runtime: Any, hidden: torch.Tensor, picks: torch.Tensor) -> list[float]:
-    """Seconds per token of all layers' experts interfaces, called one after the other. picks: [L, T, K]."""
-    cuda = runtime.device.type == "cuda"
-    gate = torch.full((1, picks.shape[2]), 1.0 / picks.shape[2], dtype=hidden.dtype, device=hidden.device)
-    dispatches = [layer.module.hotset_layer for layer in runtime.layers]
-    seconds = []
-    for token in range(picks.shape[1]):
-        begin = time.perf_counter()
-        for row, dispatch in enumerate(dispatches):
-            dispatch(hidden, picks[row, token : token + 1], gate)
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    return seconds
-
-
 @contextmanager
 def _picks_through(runtime: Any, change: Callable[[int, torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """While it lasts, every layer's picks [T, K] go through `change(row, ids)`."""
@@ -190,11 +213,3 @@ class _Through:
     def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.inner(hidden, self.change(self.row, ids), gate)
         return out
-
-
-def _hidden_like(model: Any, runtime: Any) -> torch.Tensor:
-    """[1, H] small random input of the experts' type and device."""
-    embedding = model.get_input_embeddings().weight
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(1, embedding.shape[1], generator=generator) * 0.1
-    return values.to(device=runtime.device, dtype=embedding.dtype)

@@ -73,15 +73,16 @@ class ServingRecorder:
     def add(self, forward: Forward) -> None:
         """One forward pass of the calling thread is done. Raises ModelError where a layer routed other tokens."""
         tokens = forward.batch * forward.width
-        for row, routed in forward.picks:
-            if len(routed) != tokens:
-                raise ModelError(f"MoE layer {row} routed {len(routed)} tokens of {tokens}: it cannot be recorded")
-        order = np.argsort([row for row, _ in forward.picks])
-        shape = (forward.batch, forward.width, -1)
-        ids: NDArray[np.int16] = np.stack([forward.picks[i][1].astype(np.int16).reshape(shape) for i in order])
-        ids[(ids < 0) | (ids >= self.num_experts)] = -1
+        for row, picks in forward.picks:
+            if len(picks) != tokens:
+                raise ModelError(f"MoE layer {row} routed {len(picks)} tokens of {tokens}: it cannot be recorded")
+        order = sorted(range(len(forward.picks)), key=lambda i: forward.picks[i][0])
+        shape = (len(order), forward.batch, forward.width, -1)
+        routed = np.stack([forward.picks[i][1] for i in order])  # one array first: a call per layer would be dear
+        real = (routed >= 0) & (routed < self.num_experts)
+        ids: NDArray[np.int16] = np.where(real, routed, -1).astype(np.int16).reshape(shape)
         stacked = torch.stack([forward.weights[i] for i in order]).to(torch.float16).cpu().numpy()
-        weights = stacked.reshape(ids.shape)
+        weights = stacked.reshape(shape)
         thread = threading.get_ident()
         opened = self._open.get(thread)
         if opened is None or not forward.continues or len(opened.ended) != forward.batch:

@@ -26,10 +26,10 @@ class PhaseStatistics:
         """Add one layer's call: slots [T, K] of the picks (-1 = not in the arena), valid [T, K] = a real pick."""
         hit = (slots >= 0) & valid
         routed = valid.any(axis=1)  # a token that the layer did not route counts nowhere
-        self.routed_tokens += int(routed.sum())
-        self.picks += int(valid.sum())
-        self.hits += int(hit.sum())
-        self.resident_tokens += int(((hit | ~valid).all(axis=1) & routed).sum())
+        self.routed_tokens += int(np.count_nonzero(routed))
+        self.picks += int(np.count_nonzero(valid))
+        self.hits += int(np.count_nonzero(hit))
+        self.resident_tokens += int(np.count_nonzero((hit == valid).all(axis=1) & routed))
 
     @property
     def hit_rate(self) -> float | None:

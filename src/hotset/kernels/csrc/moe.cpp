@@ -403,6 +403,7 @@ struct HotsetCall {
     const uint8_t* weights;     // [T, K], weights_number
     uint8_t* out;               // [T, H], out_number: sum over k of weight times pick; or null
     float* picks;               // [T, K, H]: every pick's own row, unweighted, zero for no pick; or null
+    Pool::OpenMp openmp;        // whose threads compute; null: the pool's own
     int64_t num_tokens, top_k;
     int32_t id_bytes, tokens_number, weights_number, out_number, threads;
     int32_t bad_id;             // set where the call is refused
@@ -717,7 +718,7 @@ int32_t run_layer(const HotsetLayer& l, const HotsetCall& c) {
         j.h_run = std::clamp<int64_t>(j.num_groups * j.h_panels / (8 * threads), 1, j.h_panels);
         j.h_tasks = (j.h_panels + j.h_run - 1) / j.h_run;
         const int64_t tasks[4] = {j.num_groups ? j.num_tokens : 0, num_gathered, j.num_groups * j.h_tasks, j.out_tasks};
-        pool.run(&j, run_task<F>, 4, tasks, threads);
+        pool.run(&j, run_task<F>, 4, tasks, threads, c.openmp);
     }
     return kOk;
 }
@@ -934,7 +935,7 @@ uint64_t hotset_read(const uint8_t* data, int64_t bytes, int32_t streams, int64_
     s.ahead = ahead;
     std::memset(s.seen, 0, sizeof s.seen);
     const int64_t tasks = bytes / (piece * streams);
-    pool.run(&s, read_task, 1, &tasks, threads > 0 ? threads : 1);
+    pool.run(&s, read_task, 1, &tasks, threads > 0 ? threads : 1, nullptr);
     uint64_t mixed = 0;
     for (uint64_t x : s.seen) mixed ^= x;
     return mixed;
@@ -967,5 +968,5 @@ const char* hotset_instructions() {
         ;
 }
 
-int32_t hotset_abi() { return 4; }
+int32_t hotset_abi() { return 5; }
 }

@@ -1,9 +1,12 @@
-// Threads that sleep between jobs.
+// Threads that sleep between jobs, or another library's.
 //
 // Knows: how a job of a few phases, each a number of independent tasks, is shared among the caller and whatever workers
 // wake up in time. Does not know: what a task computes.
 //
-// Nobody waits for a worker that has not woken: tasks are taken from a counter, and the caller alone could finish them
+// Beside torch, whose OpenMP workers spin for milliseconds after each of its operators, workers of our own wait for the
+// core that those hold. There the caller names that OpenMP's entry, and its team takes the tasks (and is waited for).
+//
+// Nobody waits for a worker of our own that has not woken: tasks are taken from a counter, and the caller alone could finish them
 // all. A phase begins when all tasks of the one before have ended. One job runs at a time, other callers queue: two
 // memory-bound jobs side by side would only halve each other. Workers sleep in the kernel (futex by std::atomic::wait);
 // within a job, the wait for a phase to end spins briefly, then yields. A forked child starts with no workers and makes
@@ -28,6 +31,7 @@ class Pool {
 public:
     static constexpr int kMaxPhases = 4;
     using Task = void (*)(void* job, int phase, int64_t task, int slot);
+    using OpenMp = void (*)(void (*body)(void*), void* data, unsigned threads, unsigned flags);  // GOMP_parallel
 
     static Pool& instance() {
         static Pool* pool = make();
@@ -37,12 +41,14 @@ public:
     // Held from filling shared scratch to the end of run().
     std::mutex& gate() { return *busy_; }
 
-    // Runs tasks[p] tasks of each phase on up to `threads` threads, the caller included. Call with gate() held.
-    void run(void* job, Task task, int phases, const int64_t* tasks, int threads) {
+    // Runs tasks[p] tasks of each phase on up to `threads` threads, the caller included: those of `openmp`, or our own
+    // where that is null. Call with gate() held.
+    void run(void* job, Task task, int phases, const int64_t* tasks, int threads, OpenMp openmp) {
         int64_t most = 0;
         for (int p = 0; p < phases; p++) most = tasks[p] > most ? tasks[p] : most;
         int helpers = (int)(most < threads ? most : threads) - 1;
-        if (helpers > 0) grow(helpers);
+        if (forked_) openmp = nullptr;
+        if (helpers > 0 && !openmp) grow(helpers);
         job_ = job;
         task_ = task;
         phases_ = phases;
@@ -51,6 +57,11 @@ public:
             tasks_[p] = tasks[p];
             next_[p].store(0, std::memory_order_relaxed);
             done_[p].store(0, std::memory_order_relaxed);
+        }
+        if (helpers > 0 && openmp) {  // always as many threads as its other callers want: it would end and make threads
+            next_slot_.store(0, std::memory_order_relaxed);
+            openmp([](void* pool) { ((Pool*)pool)->work(((Pool*)pool)->next_slot_.fetch_add(1)); }, this, threads, 0);
+            return;
         }
         if (helpers > 0) {
             inside_.store(0, std::memory_order_release);  // opens the door
@@ -72,8 +83,10 @@ private:
         return new Pool;  // never destroyed: workers may outlive main
     }
 
-    // In a forked child: the workers and whoever held the mutex are in the parent.
+    // In a forked child: the workers and whoever held the mutex are in the parent. OpenMP's are too, which waits for them
+    // forever.
     void forget() {
+        forked_ = true;
         busy_ = new std::mutex;
         workers_ = 0;
         inside_.store(kClosed);
@@ -136,6 +149,8 @@ private:
 
     std::mutex* busy_ = new std::mutex;
     int workers_ = 0;
+    bool forked_ = false;
+    std::atomic<int> next_slot_{0};  // of an OpenMP team
     std::atomic<uint32_t> epoch_{0};
     alignas(64) std::atomic<uint32_t> inside_{kClosed};
     std::atomic<int> helpers_{0};

@@ -127,7 +127,7 @@ class KtKernelFormat(ExpertFormat):
     def rows(self, hidden: torch.Tensor, ids: torch.Tensor, experts: Mapping[int, ExpertTensors]) -> torch.Tensor:
         del experts  # handed over long ago
         out = torch.zeros((*ids.shape, self.spec.hidden))
-        tokens, picks = (ids < self.spec.num_experts).nonzero(as_tuple=True)
+        tokens, picks = ((ids >= 0) & (ids < self.spec.num_experts)).nonzero(as_tuple=True)
         places = []
         for expert in ids[tokens, picks].tolist():
             if expert not in self._at:
