@@ -791,7 +791,7 @@ class TestThreads:
         if "OpenMP" not in torch.__config__.parallel_info() or sys.platform != "linux":
             pytest.skip("torch runs on no OpenMP that the kernels can share")
         script = """
-import os, signal, numpy as np, torch
+import os, signal, time, numpy as np, torch
 from hotset.kernels import threads
 from tests.test_kernels import CompiledLayer, LayerSpec, filled, made_up, routed
 torch.set_num_threads(2)
@@ -799,7 +799,8 @@ assert threads.torch_team(2) is not None
 spec = LayerSpec("bf16", 6, 288, 160)
 layer, call = filled(CompiledLayer, spec, made_up(spec)), routed(spec, 50, 3)
 alone = layer.moe(*call, threads=1)
-for _ in range(3):
+for rest in (0, 0, .1, 0, .1):  # torch's threads asleep: the kernels' own
+    time.sleep(rest)
     assert np.array_equal(layer.moe(*call, threads=2), alone)
 child = os.fork()
 if not child:

@@ -3,11 +3,12 @@
 // Knows: how a job of a few phases, each a number of independent tasks, is shared among the caller and whatever workers
 // wake up in time. Does not know: what a task computes.
 //
-// Beside torch, whose OpenMP workers spin for milliseconds after each of its operators, workers of our own wait for the
-// core that those hold. There the caller names that OpenMP's entry, and its team takes the tasks (and is waited for).
+// Beside torch, whose OpenMP workers spin for milliseconds after each of its operators, workers of our own would wait for
+// the core that those hold. There the caller names that OpenMP's entry, and while its workers spin its team takes the
+// tasks. Asleep they are left so: an OpenMP team is waited for, and waking it can take longer than the job.
 //
-// Nobody waits for a worker of our own that has not woken: tasks are taken from a counter, and the caller alone could finish them
-// all. A phase begins when all tasks of the one before have ended. One job runs at a time, other callers queue: two
+// Nobody waits for a worker of our own that has not woken: tasks are taken from a counter, and the caller alone could
+// finish them all. They are kept off the caller's core, on which the system likes to wake them. A phase begins when all tasks of the one before have ended. One job runs at a time, other callers queue: two
 // memory-bound jobs side by side would only halve each other. Workers sleep in the kernel (futex by std::atomic::wait);
 // within a job, the wait for a phase to end spins briefly, then yields. A forked child starts with no workers and makes
 // its own.
@@ -16,6 +17,8 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <time.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -23,6 +26,9 @@
 #include <thread>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/syscall.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -47,7 +53,7 @@ public:
         int64_t most = 0;
         for (int p = 0; p < phases; p++) most = tasks[p] > most ? tasks[p] : most;
         int helpers = (int)(most < threads ? most : threads) - 1;
-        if (forked_) openmp = nullptr;
+        if (openmp && (forked_ || !team().is_awake(threads))) openmp = nullptr;
         if (helpers > 0 && !openmp) grow(helpers);
         job_ = job;
         task_ = task;
@@ -60,10 +66,13 @@ public:
         }
         if (helpers > 0 && openmp) {  // always as many threads as its other callers want: it would end and make threads
             next_slot_.store(0, std::memory_order_relaxed);
-            openmp([](void* pool) { ((Pool*)pool)->work(((Pool*)pool)->next_slot_.fetch_add(1)); }, this, threads, 0);
+            team_ = &team();
+            caller_ = this_thread();
+            openmp([](void* pool) { ((Pool*)pool)->work_in_team(); }, this, threads, 0);
             return;
         }
         if (helpers > 0) {
+            steer();
             inside_.store(0, std::memory_order_release);  // opens the door
             epoch_.fetch_add(1, std::memory_order_release);
             epoch_.notify_all();
@@ -78,6 +87,55 @@ public:
 private:
     static constexpr uint32_t kClosed = 1u << 31;
 
+    // What is known of the OpenMP team of one thread that calls it.
+    class Team {
+    public:
+        // Whether its workers run now, as they do while they spin; true as well where nothing is known of them yet.
+        bool is_awake(int threads) {
+            if (threads_ == threads && worker_) {
+                const int64_t before = ran(worker_);
+                if (before >= 0) return ran(worker_) > before;
+            }
+            threads_ = threads;
+            worker_ = 0;
+            return true;
+        }
+
+        // One of its threads, `caller` is the one that waits for the others.
+        void meet(int thread, int caller) {
+            if (!worker_ && thread != caller) worker_ = thread;
+        }
+
+    private:
+        // Nanoseconds that a thread has run, up to this moment; -1 = it is gone.
+        static int64_t ran(int thread) {
+            timespec time;
+            const auto clock = (clockid_t)(~(unsigned)thread << 3 | 6);  // Linux' number for pthread_getcpuclockid's
+            return clock_gettime(clock, &time) ? -1 : time.tv_sec * 1000000000LL + time.tv_nsec;
+        }
+
+        int threads_ = 0;
+        std::atomic<int> worker_{0};
+    };
+
+    static Team& team() {
+        static thread_local Team mine;
+        return mine;
+    }
+
+    void work_in_team() {
+        team_->meet(this_thread(), caller_);
+        work(next_slot_.fetch_add(1));
+    }
+
+    static int this_thread() {
+#if defined(__linux__)
+        return (int)syscall(SYS_gettid);
+#else
+        return 0;
+#endif
+    }
+
     static Pool* make() {
         pthread_atfork(nullptr, nullptr, [] { instance().forget(); });
         return new Pool;  // never destroyed: workers may outlive main
@@ -89,6 +147,7 @@ private:
         forked_ = true;
         busy_ = new std::mutex;
         workers_ = 0;
+        for (auto& thread : thread_) thread.store(0);
         inside_.store(kClosed);
     }
 
@@ -96,11 +155,29 @@ private:
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the program, not for these
-        for (; workers_ < wanted; workers_++) std::thread(&Pool::serve, this, workers_).detach();
+        for (; workers_ < wanted; workers_++, avoided_ = -1) std::thread(&Pool::serve, this, workers_).detach();
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
+    // Keeps the workers off the caller's core: woken there, one would wait for the caller's slice to end (milliseconds).
+    void steer() {
+#if defined(__linux__)
+        const int here = sched_getcpu();
+        cpu_set_t others;
+        if (here == avoided_ || here < 0 || sched_getaffinity(0, sizeof others, &others) != 0) return;
+        CPU_CLR(here, &others);
+        if (CPU_COUNT(&others) == 0) return;
+        for (int i = 0; i < workers_ && i < kSteered; i++) {
+            const int thread = thread_[i].load(std::memory_order_acquire);
+            if (thread == 0) return;  // has not begun: next time
+            sched_setaffinity(thread, sizeof others, &others);
+        }
+        avoided_ = here;
+#endif
+    }
+
     void serve(int index) {
+        if (index < kSteered) thread_[index].store(this_thread(), std::memory_order_release);
         uint32_t seen = 0;
         for (;;) {
             if (index < helpers_.load(std::memory_order_acquire) && enter()) {
@@ -149,8 +226,13 @@ private:
 
     std::mutex* busy_ = new std::mutex;
     int workers_ = 0;
+    static constexpr int kSteered = 256;
+    std::atomic<int> thread_[kSteered] = {};  // the workers' numbers in the system
+    int avoided_ = -1;                        // the core that they are kept off
     bool forked_ = false;
-    std::atomic<int> next_slot_{0};  // of an OpenMP team
+    std::atomic<int> next_slot_{0};  // of an OpenMP team, as are the next two
+    Team* team_ = nullptr;
+    int caller_ = 0;
     std::atomic<uint32_t> epoch_{0};
     alignas(64) std::atomic<uint32_t> inside_{kClosed};
     std::atomic<int> helpers_{0};
