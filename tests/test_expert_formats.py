@@ -186,6 +186,18 @@ class TestPackedFloat(FormatContract):
         layer = make_layer(self.dtype, self.model_type)
         return PackedFormat(layer, spec_of(layer.module)), Source(layer), layer
 
+    def test_reading_takes_one_scratch_for_all_layers_of_a_model(self) -> None:
+        layer, places = make_layer(self.dtype, self.model_type), set()
+
+        class Watched(Source):
+            def read_into(self, row: int, expert: int, target: Any) -> None:
+                places.add(tuple(tensor.data_ptr() for tensor in target.values()))
+                super().read_into(row, expert, target)
+
+        for fmt in (PackedFormat(layer, spec_of(layer.module)) for _ in range(3)):
+            fmt.read(Watched(layer), 0, 1, allocate_host(fmt.host_shapes))
+        assert len(places) == 1
+
 
 class TestPackedHalf(TestPackedFloat):
     dtype = torch.float16

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -29,6 +28,7 @@ from hotset.kernels.formats import as_array, quantise_matrix
 from hotset.kernels.modules import expert_weights
 from hotset.models.experts import ExpertLayer
 from hotset.runtime.expert_formats.contract import ExpertSource, ExpertTensors, parameter_shapes
+from hotset.runtime.expert_formats.scratch import scratch_expert
 from hotset.runtime.expert_formats.stored import stored_shapes
 from hotset.storage import FileFormatError, read_fully, read_header, writing_parts
 
@@ -75,7 +75,6 @@ class QuantisedExperts:
         self.layers = list(layers)
         self.specs = list(specs)
         self.path = path
-        self._scratch = threading.local()
         self._shapes = [stored_shapes(spec) for spec in specs]
         arrays = dict(self._arrays())
         metadata = {"hotset_experts": VERSION, "format": specs[0].format, "model_fingerprint": fingerprint}
@@ -143,7 +142,7 @@ class QuantisedExperts:
             raise CheckpointError(f"{self.path}: cannot be written: {problem.strerror}") from None
 
     def _make_one(self, row: int, expert: int, write: Callable[[str, int, Any], None]) -> None:
-        scratch = self._buffers(row)
+        scratch = scratch_expert(parameter_shapes(self.layers[row]))
         self.source.read_into(row, expert, scratch)
         weights, spec = expert_weights(scratch), self.specs[row]
         is_transposed = bool(getattr(self.layers[row].module, "is_transposed", False))
@@ -160,11 +159,3 @@ class QuantisedExperts:
             write(f"{at}_scale", expert, scales)
             if spec.bias != "none":
                 write(f"{at}_bias", expert, as_array(name, getattr(weights, f"{name}_bias"))[0])
-
-    def _buffers(self, row: int) -> dict[str, torch.Tensor]:
-        if getattr(self._scratch, "row", None) != row:
-            shapes = parameter_shapes(self.layers[row]).items()
-            self._scratch.tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes}
-            self._scratch.row = row
-        tensors: dict[str, torch.Tensor] = self._scratch.tensors
-        return tensors

@@ -9,7 +9,6 @@ nothing else decides: whatever tier an expert is in, the same call gives the sam
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +31,7 @@ from hotset.runtime.expert_formats.contract import (
     parameter_shapes,
 )
 from hotset.runtime.expert_formats.operators import Run, fastest_by_rows, rotation
+from hotset.runtime.expert_formats.scratch import scratch_expert
 from hotset.runtime.expert_formats.stored import rows_through, stored_rows, stored_shapes, stored_tensors
 from hotset.runtime.memory import allocate_host
 
@@ -61,13 +61,12 @@ class PackedFormat(ExpertFormat):
         self._parameters = parameter_shapes(layer)
         self.device_shapes = self._parameters if self._is_float else stored_shapes(spec)
         self.expert_bytes = num_bytes(self.device_shapes)
-        self._scratch = threading.local()
 
     # -- bytes -----------------------------------------------------------------------------------------------------
 
     def read(self, source: ExpertSource, row: int, expert: int, target: ExpertTensors) -> None:
         if self._is_float:
-            scratch = self._buffers()
+            scratch = scratch_expert(self._parameters)
             source.read_into(row, expert, scratch)
             weights = expert_weights(scratch)
         else:
@@ -81,15 +80,6 @@ class PackedFormat(ExpertFormat):
     def to_host(self, slot: ExpertTensors, target: ExpertTensors) -> None:
         weights = expert_weights(slot) if self._is_float else ExpertWeights(**slot)
         self.kernel.pack(weights, target[PACKED].numpy())
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        """Tensors of the module's parameters, one set per thread."""
-        if not hasattr(self._scratch, "tensors"):
-            shapes = self._parameters.items()
-            with torch.inference_mode(False):
-                self._scratch.tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes}
-        tensors: dict[str, torch.Tensor] = self._scratch.tensors
-        return tensors
 
     def _module_tensors(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
         first = "gate_up_proj" if self.spec.gated else "up_proj"
@@ -106,7 +96,7 @@ class PackedFormat(ExpertFormat):
     def _rows_by_torch(self, rows: torch.Tensor, weights: ExpertTensors) -> torch.Tensor:
         """[n, H] float32, between the products as in the kernels."""
         self._refuse_gradients(rows)
-        scratch = vars(expert_weights(self._buffers()))
+        scratch = vars(expert_weights(scratch_expert(self._parameters)))
         into = {name: as_array(name, scratch[name])[0] for name in ("gate_up", "down")}
         unpacked = stored_tensors(self.kernel.unpack(weights[PACKED].numpy(), into))
 
