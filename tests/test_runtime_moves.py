@@ -21,6 +21,7 @@ from hotset.runtime.expert_formats.choice import choose_formats  # noqa: E402
 from hotset.runtime.loading import load_skeleton  # noqa: E402
 from hotset.runtime.runtime import Runtime  # noqa: E402
 from hotset.runtime.store import Copier, ExpertStore  # noqa: E402
+from tests.threads import guarded  # noqa: E402
 from tests.tiny_models import make_checkpoint  # noqa: E402
 
 SHAPE = (3, 8)
@@ -173,15 +174,6 @@ def test_two_threads_generate_while_a_third_rebalances(folder: Path, texts: dict
     problems: list[BaseException] = []
     done = threading.Event()
 
-    def guarded(work: Any) -> threading.Thread:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as problem:
-                problems.append(problem)
-
-        return threading.Thread(target=run)
-
     def talk(start: int) -> None:
         for _ in range(4):
             answers[start].append(generate(model, PROMPT + start))
@@ -192,8 +184,8 @@ def test_two_threads_generate_while_a_third_rebalances(folder: Path, texts: dict
             model.hotset.adapter.tracker.set_hotness(rng.random(SHAPE))
             model.hotset.rebalance()
 
-    talkers = [guarded(lambda start=start: talk(start)) for start in answers]
-    mover = guarded(shuffle)
+    talkers = [guarded(lambda start=start: talk(start), problems) for start in answers]
+    mover = guarded(shuffle, problems)
     for thread in [*talkers, mover]:
         thread.start()
     for thread in talkers:

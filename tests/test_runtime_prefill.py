@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from hotset.runtime.prefill import (  # noqa: E402
 )
 from hotset.runtime.store import ExpertStore  # noqa: E402
 from tests.test_cost import machine as round_machine  # noqa: E402
+from tests.threads import guarded  # noqa: E402
 from tests.tiny_models import FAMILIES, make_checkpoint  # noqa: E402
 from tests.tiny_store import make_store  # noqa: E402
 
@@ -203,15 +203,6 @@ def test_two_threads_streaming_and_a_third_moving_experts_meet_only_their_own_by
     stream = streamer(store, watches[0])
     problems: list[BaseException] = []
 
-    def guarded(work: Callable[[], None]) -> threading.Thread:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as problem:
-                problems.append(problem)
-
-        return threading.Thread(target=run)
-
     def prefill(watch: Watch) -> None:
         for turn in range(60):
             stream.run(turn % 2, [0, 1, 2, 3], watch.compute)
@@ -225,7 +216,7 @@ def test_two_threads_streaming_and_a_third_moving_experts_meet_only_their_own_by
             except hotset.errors.ResidencyError:
                 continue  # resident already, or in use
 
-    threads = [guarded(lambda w=w: prefill(w)) for w in watches] + [guarded(move)]
+    threads = [guarded(lambda w=w: prefill(w), problems) for w in watches] + [guarded(move, problems)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -23,6 +23,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from hotset.errors import BackendError
@@ -98,6 +99,7 @@ def flags() -> tuple[str, ...]:
     return (*FLAGS, *shlex.split(os.environ.get("HOTSET_KERNEL_FLAGS", "")))
 
 
+@lru_cache(maxsize=1)
 def cpu() -> str:
     """What tells one CPU from another where -march=native is concerned."""
     try:

@@ -35,8 +35,6 @@ from hotset.errors import ModelError
 from hotset.machines.cost import CostModel
 from hotset.runtime.dispatch import Ahead
 from hotset.runtime.expert_formats.contract import ExpertFormat, ExpertTensors, Shapes
-from hotset.runtime.expert_formats.packed import PackedFormat
-from hotset.runtime.expert_formats.stored import StoredFormat
 from hotset.runtime.store import ExpertStore
 
 ThresholdRequest: TypeAlias = int | Literal["auto"] | None
@@ -109,8 +107,6 @@ def resolve_threshold(
 
 def expert_flops(fmt: ExpertFormat) -> int:
     """Of one token through one expert: a multiply and an add per weight of its matrices."""
-    if isinstance(fmt, PackedFormat | StoredFormat):  # a quantised checkpoint's parameters are no matrices
-        return 2 * fmt.spec.hidden * (fmt.spec.first_rows + fmt.spec.intermediate)
     matrices = [p for p in fmt.layer.parameters.values() if p.ndim >= 3]
     return 2 * sum(p.numel() // p.shape[0] for p in matrices)
 

@@ -60,9 +60,8 @@ def choose_formats(
     may move while serving.
 
     Raises ModelError (unknown request, kernels that know no gradients asked for with training, or kt-kernel with what
-    it cannot do), OpsError (a module
-    that the kernels do not compute, and they were asked for, or its experts are quantised), BackendError (forced
-    kernels that are not to be had).
+    it cannot do), OpsError (a module that the kernels do not compute, and they were asked for, or its experts are
+    quantised), BackendError (forced kernels that are not to be had).
     """
     if kernels not in get_args(KernelRequest):
         raise ModelError(f"kernels is {kernels!r}: wanted {', '.join(get_args(KernelRequest))}")

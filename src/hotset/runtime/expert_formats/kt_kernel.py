@@ -33,7 +33,7 @@ from hotset.kernels.modules import expert_weights
 from hotset.models.experts import ExpertLayer
 from hotset.runtime.expert_formats.contract import ExpertFormat, ExpertSource, ExpertTensors
 from hotset.runtime.expert_formats.plain import PlainFormat
-from hotset.runtime.expert_formats.stored import StoredFormat
+from hotset.runtime.expert_formats.stored import StoredFormat, powers_of_two
 
 MAX_ROWS = 1024
 """Picks of one call: the extension allocates room for so many when a layer is made."""
@@ -171,7 +171,7 @@ def _scales(stored: torch.Tensor, wanted: str) -> torch.Tensor:
     if wanted == "exponent":
         return stored
     if wanted == "exponent as bfloat16":
-        return torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.int() - 127).bfloat16()
+        return powers_of_two(stored).bfloat16()
     return stored.to(getattr(torch, wanted))
 
 

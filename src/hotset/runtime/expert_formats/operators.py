@@ -16,11 +16,11 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,6 +43,7 @@ FROM_ROWS = 16
 ROUNDS = {1: 9, 2: 9, 4: 7, 8: 7, 16: 5, 32: 5}
 """Timed rounds by rows; 3 for more."""
 
+Expert = TypeVar("Expert")
 Run = Callable[[str, int], object]
 """(way, rows): compute one expert, another one than the last time."""
 
@@ -167,6 +168,6 @@ def _growth(seconds: Mapping[int, float]) -> float:
     return times[-1] - times[0]
 
 
-def rotation(expert_bytes: int) -> int:
-    """How many experts to go round when timing, so that none is in a cache when it is read."""
-    return max(2, min(24, -(-(64 << 20) // expert_bytes)))
+def going_round(expert_bytes: int, copy: Callable[[], Expert]) -> Iterator[Expert]:
+    """Copies of one expert, one after the other without end: so many that none is in a cache when it is read."""
+    return cycle([copy() for _ in range(max(2, min(24, -(-(64 << 20) // expert_bytes))))])

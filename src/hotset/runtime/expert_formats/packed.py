@@ -30,7 +30,7 @@ from hotset.runtime.expert_formats.contract import (
     num_bytes,
     parameter_shapes,
 )
-from hotset.runtime.expert_formats.operators import Run, fastest_by_rows, rotation
+from hotset.runtime.expert_formats.operators import Run, fastest_by_rows, going_round
 from hotset.runtime.expert_formats.scratch import scratch_expert
 from hotset.runtime.expert_formats.stored import rows_through, stored_rows, stored_shapes, stored_tensors
 from hotset.runtime.memory import allocate_host
@@ -175,17 +175,18 @@ def measured_crossover(layer: ExpertLayer, spec: LayerSpec) -> int | None:
         fmt = PackedFormat(layer, spec)
         generator = torch.Generator().manual_seed(0)
         values = {n: torch.randn(s, generator=generator).to(t) for n, (s, t) in parameter_shapes(layer).items()}
-        copies = [allocate_host(fmt.host_shapes) for _ in range(rotation(fmt.expert_bytes))]
-        for copy in copies:
+
+        def packed() -> ExpertTensors:
+            copy = allocate_host(fmt.host_shapes)
             fmt.to_host(values, copy)
+            return copy
+
+        copies = going_round(fmt.expert_bytes, packed)
         x = torch.randn((_CROSSOVER_ROWS[-1], spec.hidden), generator=generator).to(next(iter(values.values())).dtype)
-        calls = 0
 
         def run(way: str, count: int) -> object:
-            nonlocal calls
-            calls += 1
             compute = fmt._rows_by_kernels if way == "packed" else fmt._rows_by_torch
-            return compute(x[:count], copies[calls % len(copies)])
+            return compute(x[:count], next(copies))
 
         return run
 

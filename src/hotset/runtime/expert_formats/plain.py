@@ -22,7 +22,7 @@ from hotset.runtime.expert_formats.contract import (
     num_bytes,
     parameter_shapes,
 )
-from hotset.runtime.expert_formats.operators import ROWS, RowChoice, Run, fastest_by_rows, rotation
+from hotset.runtime.expert_formats.operators import ROWS, RowChoice, Run, fastest_by_rows, going_round
 from hotset.runtime.expert_formats.scratch import scratch
 
 _EVER = 1 << 30
@@ -84,14 +84,11 @@ def measured_plain(layer: ExpertLayer) -> PlainFormat | None:
     def prepare() -> Run:
         generator = torch.Generator().manual_seed(0)
         first = [torch.randn(shape, generator=generator).mul_(0.02).to(dtype) for shape in shapes]
-        copies = [[matrix.clone() for matrix in first] for _ in range(rotation(layer.bytes_per_expert))]
+        copies = going_round(layer.bytes_per_expert, lambda: [matrix.clone() for matrix in first])
         x = torch.randn((max(ROWS), shapes[0][0 if is_transposed else 1]), generator=generator).to(dtype)
-        calls = 0
 
         def run(way: str, count: int) -> object:
-            nonlocal calls
-            calls += 1
-            gate_up, down = (m.T if is_transposed else m for m in copies[calls % len(copies)])
+            gate_up, down = (m.T if is_transposed else m for m in next(copies))
             inner = _PRODUCTS[way](x[:count], gate_up)
             gate, up = inner.chunk(2, -1) if is_gated else (inner, inner)
             return _PRODUCTS[way](nn.functional.silu(gate) * up, down)

@@ -121,9 +121,14 @@ def float_values(
     if zeros is not None:
         _by_scale(kind, values, zeros.float(), torch.Tensor.sub_)
     if scale_number == "e8m0":
-        scales = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+        scales = powers_of_two(scales)
     _by_scale(kind, values, scales.float(), torch.Tensor.mul_)
     return values
+
+
+def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """float32 values of E8M0 bytes."""
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 127)
 
 
 def _by_scale(

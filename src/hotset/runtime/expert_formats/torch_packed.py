@@ -28,7 +28,7 @@ from hotset.kernels import ExpertWeights, LayerSpec
 from hotset.kernels.formats import checked_weights
 from hotset.models.experts import ExpertLayer
 from hotset.runtime.expert_formats.contract import ExpertFormat, ExpertSource, ExpertTensors, Shapes
-from hotset.runtime.expert_formats.operators import RowChoice, Run, fastest_by_rows, rotation
+from hotset.runtime.expert_formats.operators import ROWS, RowChoice, Run, fastest_by_rows, going_round
 from hotset.runtime.expert_formats.scratch import scratch
 from hotset.runtime.expert_formats.stored import StoredFormat, rows_through, stored_shapes, stored_tensors
 
@@ -95,16 +95,9 @@ class _OperatorFormat(StoredFormat):
                 first[name] = torch.full(shape, 0.01, dtype=dtype)
             else:
                 first[name] = torch.randint(0, 15, shape, dtype=dtype, generator=generator)
-        copies = [{n: t.clone() for n, t in first.items()} for _ in range(rotation(self.expert_bytes))]
-        calls = 0
-
-        def run(way: str, count: int) -> object:
-            nonlocal calls
-            calls += 1
-            return self._rows(way, x[:count], copies[calls % len(copies)])
-
-        x = torch.randn((1024, self.spec.hidden), generator=generator).bfloat16()
-        return run
+        copies = going_round(self.expert_bytes, lambda: {n: t.clone() for n, t in first.items()})
+        x = torch.randn((max(ROWS), self.spec.hidden), generator=generator).bfloat16()
+        return lambda way, count: self._rows(way, x[:count], next(copies))
 
 
 class Int8Format(_OperatorFormat):
